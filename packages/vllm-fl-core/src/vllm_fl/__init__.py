@@ -1,0 +1,1 @@
+"""vllm-fl decides, per operator, which implementation vLLM runs."""

@@ -1,0 +1,303 @@
+"""Reading a policy: environment variables and the YAML file.
+
+Every wrong value is a :class:`PolicyError` that begins with its place: the
+variable, or ``file:line``. Nothing is guessed and nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from typing import Any
+
+from vllm_fl.dispatch._log import get_logger
+from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.errors import PolicyError
+from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.dispatch.policy import check_order
+from vllm_fl.dispatch.policy import check_prefer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Iterator
+    from collections.abc import Mapping
+
+logger = get_logger(__name__)
+
+#: Every variable that the core reads: what it says, in a line.
+VARIABLES: Mapping[str, str] = {
+    "VLLM_FL_CONFIG": "a YAML file with the whole policy; it replaces the variables below",
+    "VLLM_FL_PREFER": "the kind that is tried first: flagos, vendor, reference or native",
+    "VLLM_FL_STRICT": "raise an implementation's first failure instead of running the next one",
+    "VLLM_FL_PER_OP": "operators' own orders: op=a|b;op2=x",
+    "VLLM_FL_ALLOW_VENDORS": "the only vendors that may be chosen, with commas between",
+    "VLLM_FL_DENY_VENDORS": "vendors that are never chosen, with commas between",
+    "VLLM_FL_PREFER_ENABLED": "0 leaves every layer of vLLM to vLLM",
+    "VLLM_FL_PLUGINS": "the only plugins that are loaded, by name, with commas between",
+    "VLLM_FL_PLUGIN_MODULES": "modules that are loaded as plugins, with commas between",
+    "VLLM_FL_LOG_LEVEL": "print the log of vllm_fl on stderr: DEBUG, INFO, WARNING or ERROR",
+    "VLLM_FL_OOT_ENABLED": "0 replaces none of vLLM's layers",
+    "VLLM_FL_OOT_WHITELIST": "the only layers that are replaced, with commas between",
+    "VLLM_FL_OOT_BLACKLIST": "layers that are not replaced, with commas between",
+    "VLLM_FL_TRACE_DIR": "a folder where every process writes what served each operator",
+    "VLLM_FL_DISPATCH_FINGERPRINT": "written by vllm-fl into vLLM's compile-cache key; never set it",
+}
+
+#: The variables that ``VLLM_FL_CONFIG`` replaces, and the keys that they set.
+_POLICY_VARIABLES = {
+    "VLLM_FL_PREFER": "prefer",
+    "VLLM_FL_STRICT": "strict",
+    "VLLM_FL_PER_OP": "op_backends",
+    "VLLM_FL_ALLOW_VENDORS": "allow_vendors",
+    "VLLM_FL_DENY_VENDORS": "deny_vendors",
+}
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    try:
+        yield
+    except PolicyError as error:
+        raise PolicyError(f"{place}: {error}") from None
+
+
+def variable(name: str) -> str | None:
+    """Return an environment variable, None where it is unset or blank."""
+    return os.environ.get(name, "").strip() or None
+
+
+def boolean(value: object) -> bool:
+    """Return what 1/0, true/false, yes/no or on/off means.
+
+    Raises:
+        PolicyError: anything else.
+    """
+    text = str(value).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise PolicyError(f"must be one of 1/0, true/false, yes/no, on/off, not {value!r}.")
+
+
+def boolean_variable(name: str, default: bool) -> bool:
+    """Return a boolean variable, or ``default`` where it is unset."""
+    text = variable(name)
+    if text is None:
+        return default
+    with _at(name):
+        return boolean(text)
+
+
+def names_variable(name: str) -> list[str] | None:
+    """Return a list with commas between, None where it is unset.
+
+    Raises:
+        PolicyError: an empty name, or one twice.
+    """
+    text = variable(name)
+    if text is None:
+        return None
+    with _at(name):
+        return _names(text.split(","))
+
+
+def _names(values: object) -> list[str]:
+    if isinstance(values, str):
+        values = values.split(",")
+    if not isinstance(values, list):
+        raise PolicyError(f"must be a list of names, not {values!r}.")
+    names: list[str] = []
+    for value in values:
+        if not isinstance(value, str) or not value.strip():
+            raise PolicyError(f"must hold names, not {value!r}.")
+        names.append(value.strip())
+    if not names:
+        raise PolicyError("names nothing; leave it out to allow everything.")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise PolicyError(f"names {', '.join(map(repr, twice))} twice.")
+    return names
+
+
+def _order(op_name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        value = [token.strip() for token in value.split("|")]
+    return check_order(op_name, value)
+
+
+def _per_op(text: str) -> dict[str, tuple[str, ...]]:
+    orders: dict[str, tuple[str, ...]] = {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        op_name, equals, order = part.partition("=")
+        op_name = op_name.strip()
+        if not equals or not op_name or not order.strip():
+            raise PolicyError(f"{part!r} is not of the form 'op=a|b;op2=x'.")
+        if op_name in orders:
+            raise PolicyError(f"gives {op_name!r} two orders.")
+        orders[op_name] = _order(op_name, order)
+    if not orders:
+        raise PolicyError(f"{text!r} is not of the form 'op=a|b;op2=x'.")
+    return orders
+
+
+def _prefer(value: object) -> str:
+    return check_prefer(value.strip().lower() if isinstance(value, str) else value)
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "prefer": _prefer,
+    "strict": boolean,
+    "allow_vendors": lambda value: frozenset(_names(value)),
+    "deny_vendors": lambda value: frozenset(_names(value)),
+}
+
+
+def _policy(values: dict[str, Any], sources: dict[str, str], *, takes_defaults: bool) -> SelectionPolicy:
+    allow, deny = values.get("allow_vendors"), values.get("deny_vendors", frozenset())
+    both = sorted(deny & allow) if allow else []
+    if both:
+        with _at(sources["deny_vendors"]):
+            raise PolicyError(
+                f"{', '.join(map(repr, both))} is denied here and allowed by {sources['allow_vendors']}."
+            )
+    return SelectionPolicy(
+        prefer=values.get("prefer"),  # type: ignore[arg-type]
+        strict=values.get("strict"),  # type: ignore[arg-type]
+        per_op_order=tuple(values.get("op_backends", {}).items()),
+        deny_vendors=deny,
+        allow_vendors=allow,
+        explicit=frozenset(values),
+        takes_defaults=takes_defaults,
+        sources=sources,
+    )
+
+
+def policy_from_environment() -> SelectionPolicy:
+    """Read ``VLLM_FL_CONFIG``, or where it is unset the variables of a policy.
+
+    Raises:
+        PolicyError: a value is wrong; the message begins with the variable or
+            ``file:line``.
+    """
+    path = variable("VLLM_FL_CONFIG")
+    given = {name: text for name in _POLICY_VARIABLES if (text := variable(name)) is not None}
+    if path is not None:
+        if given:
+            logger.warning("VLLM_FL_CONFIG=%s replaces %s, which is set too.", path, ", ".join(given))
+        return policy_from_file(path, asked_by="VLLM_FL_CONFIG")
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, text in given.items():
+        key = _POLICY_VARIABLES[name]
+        with _at(name):
+            values[key] = _per_op(text) if key == "op_backends" else _READERS[key](text)
+        sources[key] = name
+    return _policy(values, sources, takes_defaults=True)
+
+
+def policy_from_values(values: Mapping[str, Any], place: str) -> SelectionPolicy:
+    """Make a policy from a mapping with the keys of the YAML file; no line numbers."""
+    read, sources = {}, {}
+    for key, value in values.items():
+        with _at(place):
+            read[key] = _read(key, value)
+        sources[key] = place
+    return _policy(read, sources, takes_defaults=False)
+
+
+def _read(key: object, value: object) -> Any:
+    if key == "op_backends":
+        if not isinstance(value, dict):
+            raise PolicyError(f"op_backends must map operators to orders, not {value!r}.")
+        return {op_name: _order(op_name, order) for op_name, order in value.items()}
+    if not isinstance(key, str) or key not in _READERS:
+        known = (*_READERS, "op_backends")
+        hint = suggest(key, known) if isinstance(key, str) else ""
+        raise PolicyError(f"unknown key {key!r}; keys are {', '.join(known)}.{hint}")
+    try:
+        return _READERS[key](value)
+    except PolicyError as error:
+        text = str(error)
+        raise PolicyError(text if text.startswith(key) else f"{key} {text}") from None
+
+
+def policy_from_file(path: str, asked_by: str | None = None) -> SelectionPolicy:
+    """Read a policy from a YAML file.
+
+    Raises:
+        PolicyError: it cannot be read, is no YAML, or a value is wrong; the
+            message begins with ``file:line`` where there is a line.
+    """
+    import yaml
+
+    prefix = f"{asked_by}={path}" if asked_by else path
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeError, ValueError) as error:
+        raise PolicyError(f"{prefix}: cannot be read: {error}") from None
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        entries = [] if root is None else _entries(loader, root, path)
+        # The two levels that are read one by one, so that an error has its line.
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for key, node, place in entries:
+            if key == "op_backends" and isinstance(node, yaml.MappingNode):
+                orders = {}
+                for op_name, order, its_place in _entries(loader, node, path):
+                    with _at(its_place):
+                        orders.update(
+                            _read("op_backends", {op_name: loader.construct_object(order, deep=True)})
+                        )
+                    sources[f"op_backends.{op_name}"] = its_place
+                values["op_backends"] = orders
+            else:
+                with _at(place):
+                    values[key] = _read(key, loader.construct_object(node, deep=True))
+            sources[key] = place
+    except PolicyError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{path}:{mark.line + 1}" if mark else path
+        raise PolicyError(f"{place}: is no YAML: {error.problem}") from None
+    except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise PolicyError(f"{path}: is no YAML: {error}") from None
+    return _policy(values, sources, takes_defaults=False)
+
+
+def _entries(loader: Any, node: Any, path: str) -> list[tuple[Any, Any, str]]:
+    """Return (key, value node, "file:line") of a mapping; a key may stand once."""
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        raise PolicyError(f"{path}:{node.start_mark.line + 1}: must be a mapping of keys to values.")
+    found: list[tuple[Any, Any, str]] = []
+    seen: dict[Any, str] = {}
+    for key_node, value_node in node.value:
+        place = f"{path}:{key_node.start_mark.line + 1}"
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str):
+            raise PolicyError(f"{place}: a key must be a name, not {key!r}.")
+        if key in seen:
+            raise PolicyError(f"{place}: {key!r} stands twice, first at {seen[key]}.")
+        seen[key] = place
+        found.append((key, value_node, place))
+    return found
+
+
+def unread_variables(read_by_plugins: frozenset[str] = frozenset()) -> dict[str, str]:
+    """Return the ``VLLM_FL_*`` variables that nobody reads, each with a hint."""
+    known = {*VARIABLES, *read_by_plugins}
+    return {
+        name: suggest(name, known) if suggest(name, known).startswith(" Did") else ""
+        for name in sorted(os.environ)
+        if name.startswith("VLLM_FL_") and name not in known
+    }

@@ -1,0 +1,194 @@
+"""The base class of a backend: one library on one kind of device."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from typing import TYPE_CHECKING
+from typing import Any
+from typing import ClassVar
+
+from vllm_fl.dispatch._fork import ForkSafeLock
+from vllm_fl.dispatch._fork import after_fork_in_child
+from vllm_fl.dispatch.ops import OPERATORS
+from vllm_fl.dispatch.ops import Operators
+from vllm_fl.dispatch.types import BackendImplKind
+from vllm_fl.dispatch.types import OpImpl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Mapping
+
+_OPTIONS = "__implementation__"
+
+
+def implementation(
+    *,
+    supports: Callable[..., bool | str] | None = None,
+    writes: tuple[str, ...] | None = None,
+    traceable: bool = False,
+    graph_safe: bool = False,
+    priority: int | None = None,
+) -> Callable[[Any], Any]:
+    """Say about a backend's method what its signature cannot.
+
+    The keywords are those of :class:`~vllm_fl.dispatch.types.OpImpl`.
+    ``supports`` takes the operator's arguments, without ``self``.
+    """
+
+    def mark(method: Any) -> Any:
+        setattr(
+            method,
+            _OPTIONS,
+            {
+                "supports": supports,
+                "writes": writes,
+                "traceable": traceable,
+                "graph_safe": graph_safe,
+                "priority": priority,
+            },
+        )
+        return method
+
+    return mark
+
+
+class Backend(Operators):
+    """One library's implementations: override the operators that it offers.
+
+    ``registry.register_backend(MyBackend())`` registers every overridden
+    operator as ``vendor.<vendor>``, or, for another :attr:`kind`, as
+    ``<kind>.<name>``.
+    """
+
+    #: DEFAULT and REFERENCE are for the backends that serve every vendor.
+    kind: ClassVar[BackendImplKind] = BackendImplKind.VENDOR
+
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """A short lower-case name."""
+
+    @property
+    def vendor(self) -> str | None:
+        """The vendor's name in policies; the backend's name unless overridden."""
+        return self.name if self.kind is BackendImplKind.VENDOR else None
+
+    @abc.abstractmethod
+    def is_available(self) -> bool:
+        """Whether the library and its device are here.
+
+        It is asked once per process, in the process that computes, never in a
+        server's front end. To say why not, raise: the exception's text is the
+        reason that people read.
+        """
+
+    def missing(self, op_name: str) -> str | None:
+        """Say in a sentence what one operator lacks on an available backend, or None."""
+        return None
+
+    @property
+    def default_policy(self) -> Mapping[str, Any]:
+        """Packaged defaults, with the keys of the YAML file.
+
+        They apply where this is the only available vendor, below environment
+        variables and above the built-in defaults.
+        """
+        return {}
+
+    def implementations(self) -> list[OpImpl]:
+        """Return an :class:`OpImpl` for every operator that the class overrides."""
+        impl_id = f"{self.kind.prefix}.{self.vendor or self.name}"
+        found = []
+        for op_name in OPERATORS:
+            method = getattr(self, op_name)
+            if getattr(type(self), op_name, None) is getattr(Operators, op_name):
+                continue
+            options = dict(getattr(method, _OPTIONS, {}))
+            priority = options.pop("priority", None)
+            found.append(OpImpl(op_name, impl_id, self.kind, method, self.vendor, priority, **options))
+        return found
+
+
+class _Availability:
+    """What each backend answered in this process."""
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._answers: dict[tuple[int, str], tuple[object, str | None]] = {}
+        after_fork_in_child(self._answers_of_parent)
+
+    def _answers_of_parent(self) -> None:
+        self._answers.clear()
+
+    def reason(self, owner: object, question: str, ask: Callable[[], object]) -> str | None:
+        key = (id(owner), question)
+        with self._lock:
+            if key not in self._answers:
+                # The entry keeps `owner` alive, so its id is not used again.
+                self._answers[key] = (owner, _answer(question, ask))
+            return self._answers[key][1]
+
+    def forget(self) -> None:
+        with self._lock:
+            self._answers.clear()
+
+
+_availability = _Availability()
+
+
+def forget_availability() -> None:
+    """Ask every backend again the next time; for tests, and after a device appears."""
+    _availability.forget()
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception as a reason that a person reads."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"{error.name.partition('.')[0]} is not installed: {error}"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _answer(question: str, ask: Callable[[], object]) -> str | None:
+    try:
+        answer = ask()
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - SystemExit too: a plugin must not end the process
+        return describe(error)
+    if isinstance(answer, str) and answer:
+        return answer
+    return None if answer else f"{question} is {answer!r}"
+
+
+def _bound_backend(fn: object) -> Backend | None:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    while hasattr(fn, "__wrapped__"):
+        fn = fn.__wrapped__
+    owner = getattr(fn, "__self__", None)
+    return owner if isinstance(owner, Backend) else None
+
+
+def availability(impl: OpImpl) -> str | None:
+    """Say why ``impl`` cannot run in this process; None if it can."""
+    hook = getattr(impl.fn, "_is_available", None)
+    if callable(hook):
+        name = getattr(hook, "__qualname__", "is_available")
+        return _availability.reason(getattr(hook, "__self__", hook), f"{name}()", hook)
+    backend = _bound_backend(impl.fn)
+    if backend is None:
+        return None
+
+    def ask() -> object:
+        # Plugins were seen to declare it as a property.
+        answer: object = backend.is_available
+        return answer() if callable(answer) else answer
+
+    reason = _availability.reason(backend, f"{type(backend).__qualname__}.is_available()", ask)
+    if reason is None:
+        try:
+            reason = backend.missing(impl.op_name)
+        except Exception as error:  # noqa: BLE001 - the reason, like every other
+            reason = describe(error)
+    return reason

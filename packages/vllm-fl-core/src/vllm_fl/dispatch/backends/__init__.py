@@ -1,0 +1,1 @@
+"""Where code written from the older guide looks for the base class."""

@@ -1,0 +1,335 @@
+"""Finding plugins: entry points of the group ``vllm_fl.plugin``, and named modules.
+
+A plugin is a module with ``register_builtins(registry)`` (``vllm_fl_register``
+and ``register`` are taken too), or such a function. It registers into a stage:
+everything that is right is committed at once when the function returns, and
+nothing where it raises. A broken plugin costs the user that plugin and one line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass
+from dataclasses import replace
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
+from typing import Any
+
+from vllm_fl.dispatch._config import names_variable
+from vllm_fl.dispatch._known import owner_of
+from vllm_fl.dispatch._log import get_logger
+from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.backend import describe
+from vllm_fl.dispatch.errors import PolicyError
+from vllm_fl.dispatch.errors import RegistrationError
+from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.dispatch.registry import PluginRecord
+from vllm_fl.dispatch.types import Origin
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_fl.dispatch.backend import Backend
+    from vllm_fl.dispatch.ops import Operator
+    from vllm_fl.dispatch.types import OpImpl
+
+logger = get_logger(__name__)
+
+PLUGIN_GROUP = "vllm_fl.plugin"
+PLUGIN_MODULES_ENV = "VLLM_FL_PLUGIN_MODULES"
+PLUGINS_ENV = "VLLM_FL_PLUGINS"
+
+#: The newest plugin API that this core knows, and the oldest.
+PLUGIN_API_VERSION = 1
+OLDEST_PLUGIN_API_VERSION = 1
+
+_ENTRY_FUNCTIONS = ("register_builtins", "vllm_fl_register", "register")
+_API_LITERAL = re.compile(r"^VLLM_FL_PLUGIN_API\b[^=\n]*=\s*(\d+)", re.MULTILINE)
+
+
+class _Stage(OpRegistry):
+    """What one plugin registers, until it is known to be whole."""
+
+    def __init__(self, registry: OpRegistry, origin: Origin) -> None:
+        super().__init__()
+        self._snapshot = registry.snapshot().without(origin)
+        self._origin = origin
+        self.impls: list[OpImpl] = []
+        self.operators: list[Operator] = []
+        self.backends: list[Backend] = []
+        self.problems: list[str] = []
+
+    def commit(
+        self,
+        *,
+        impls: tuple[OpImpl, ...] = (),
+        operators: tuple[Operator, ...] = (),
+        backends: tuple[Backend, ...] = (),
+        origin: Origin | None = None,
+    ) -> None:
+        """Keep what is right; note what is not, so that its siblings stay."""
+        for operator in operators:
+            if self._try(operators=(operator,)):
+                self.operators.append(operator)
+        for impl in impls:
+            owned = replace(impl, origin=self._origin)
+            owner = owner_of(impl_id=impl.impl_id)
+            if owner is not None and owner.distribution != self._origin.distribution:
+                self.problems.append(
+                    f"{impl.impl_id} of {impl.op_name}: this id is reserved to {owner.distribution}"
+                )
+            elif self._try(impls=(owned,)):
+                self.impls.append(owned)
+        self.backends.extend(backends)
+
+    def _try(self, **one: Any) -> bool:
+        try:
+            super().commit(**one)
+        except RegistrationError as error:
+            self.problems.append(str(error))
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A plugin that is installed or named, not yet loaded."""
+
+    origin: Origin
+    name: str
+    source: str
+
+    def record(self, state: str, reason: str = "", **more: Any) -> PluginRecord:
+        return PluginRecord(
+            self.name,
+            self.origin.distribution,
+            self.origin.version,
+            self.source,
+            more.pop("api_version", None),
+            state,
+            reason,
+            **more,
+        )
+
+
+def discover_plugins(registry: OpRegistry) -> list[PluginRecord]:
+    """Load every plugin into ``registry`` and return what became of each.
+
+    A plugin that has a record in ``registry.plugins`` is not loaded again.
+
+    Raises:
+        PolicyError: VLLM_FL_PLUGINS or VLLM_FL_PLUGIN_MODULES names something
+            that is not there.
+    """
+    found = _installed() + _named_modules()
+    allowed = names_variable(PLUGINS_ENV)
+    if allowed is not None:
+        known = [plugin.name for plugin in found]
+        for name in allowed:
+            if name not in known:
+                raise PolicyError(
+                    f"{PLUGINS_ENV}: no plugin {name!r} is installed; installed are "
+                    f"{', '.join(sorted(known)) or 'none'}.{_did_you_mean(name, known)}"
+                )
+    for plugin in found:
+        if plugin.name in registry.plugins:
+            _refuse_second(registry, plugin)
+            continue
+        by_module = plugin.origin.distribution == PLUGIN_MODULES_ENV
+        if allowed is not None and plugin.name not in allowed and not by_module:
+            record = plugin.record("not-allowed", f"{PLUGINS_ENV} does not name it")
+        else:
+            record = _load(registry, plugin)
+        registry.plugins[plugin.name] = record
+        if record.state in ("failed", "incompatible", "refused"):
+            logger.error("%s is not used: %s", _title(record), record.reason)
+        elif record.reason and record.success:
+            logger.error("%s: not all is used: %s", _title(record), record.reason)
+    return list(registry.plugins.values())
+
+
+def _did_you_mean(name: str, known: list[str]) -> str:
+    hint = suggest(name, known)
+    return hint if hint.startswith(" Did") else ""
+
+
+def _title(record: PluginRecord) -> str:
+    return f"plugin {record.name!r} of {record.distribution} {record.version}".rstrip()
+
+
+def _installed() -> list[_Found]:
+    from importlib import metadata  # costs half of importing this package
+
+    found = []
+    for entry in metadata.entry_points(group=PLUGIN_GROUP):
+        distribution = entry.dist
+        name = distribution.name if distribution else "?"
+        version = distribution.version if distribution else "?"
+        found.append(_Found(Origin(name, version, entry.name), entry.name, entry.value))
+    # Two distributions may use one name: the owner of a reserved name comes
+    # first, then the order of names, so that every process chooses alike.
+    return sorted(found, key=lambda p: (p.name, not _owns_its_name(p), p.origin.distribution))
+
+
+def _owns_its_name(plugin: _Found) -> bool:
+    owner = owner_of(plugin=plugin.name)
+    return owner is not None and owner.distribution == plugin.origin.distribution
+
+
+def _named_modules() -> list[_Found]:
+    modules = names_variable(PLUGIN_MODULES_ENV) or []
+    return [_Found(Origin(PLUGIN_MODULES_ENV, "", module), module, module) for module in modules]
+
+
+def _refuse_second(registry: OpRegistry, plugin: _Found) -> None:
+    first = registry.plugins[plugin.name]
+    if (first.distribution, first.source) == (plugin.origin.distribution, plugin.source):
+        return
+    key = f"{plugin.name} ({plugin.origin.distribution})"
+    if key not in registry.plugins:
+        reason = f"the name {plugin.name!r} is taken by {first.distribution} {first.version}"
+        registry.plugins[key] = replace(plugin.record("refused", reason), name=key)
+        logger.error("%s is not used: %s", _title(registry.plugins[key]), reason)
+
+
+def _load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
+    owner = owner_of(plugin=plugin.name)
+    if owner is not None and owner.distribution != plugin.origin.distribution:
+        return plugin.record("refused", f"the name {plugin.name!r} is reserved to {owner.distribution}")
+    module_name, _, attribute = plugin.source.partition(":")
+    api: int | None = None
+    try:
+        api = _declared_api(module_name)
+        problem = _api_problem(plugin, api)
+        if problem:
+            return plugin.record("incompatible", problem, api_version=api)
+        module = import_module(module_name)
+        api = getattr(module, "VLLM_FL_PLUGIN_API", api or PLUGIN_API_VERSION)
+        problem = _api_problem(plugin, api)
+        if problem:
+            return plugin.record("incompatible", problem)
+        stage = _Stage(registry, plugin.origin)
+        _entry_function(module, attribute)(stage)
+    except PolicyError:
+        raise
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and error.name == module_name.partition(".")[0]
+            and plugin.origin.distribution == PLUGIN_MODULES_ENV
+        ):
+            raise PolicyError(f"{PLUGIN_MODULES_ENV}: there is no module {module_name!r}.") from None
+        logger.debug("plugin %r failed", plugin.name, exc_info=True)
+        return plugin.record("failed", f"{describe(error)}{_line_of(error)}", api_version=api)
+    try:
+        registry.commit(
+            impls=tuple(stage.impls),
+            operators=tuple(stage.operators),
+            backends=tuple(stage.backends),
+            origin=plugin.origin,
+        )
+    except RegistrationError as error:
+        return plugin.record("failed", str(error), api_version=api)
+    return plugin.record(
+        "loaded",
+        "; ".join(stage.problems),
+        api_version=api,
+        operators=tuple(dict.fromkeys(impl.op_name for impl in stage.impls)),
+        variables=tuple(getattr(module, "VLLM_FL_VARIABLES", ())),
+    )
+
+
+def _declared_api(module_name: str) -> int | None:
+    """Read the literal VLLM_FL_PLUGIN_API without running the module.
+
+    A plugin for a newer API may not even import here, and that would be the
+    wrong thing to say.
+    """
+    loaded = sys.modules.get(module_name)
+    if loaded is not None:
+        return getattr(loaded, "VLLM_FL_PLUGIN_API", None)
+    spec = importlib.util.find_spec(module_name)
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    with open(spec.origin, encoding="utf-8", errors="replace") as file:
+        found = _API_LITERAL.search(file.read())
+    return int(found.group(1)) if found else None
+
+
+def _api_problem(plugin: _Found, api: object) -> str | None:
+    if api is None:
+        return None
+    if isinstance(api, bool) or not isinstance(api, int):
+        return f"VLLM_FL_PLUGIN_API must be an integer, not {api!r}"
+    if OLDEST_PLUGIN_API_VERSION <= api <= PLUGIN_API_VERSION:
+        return None
+    core = f"vllm-fl-core {_core_version()}"
+    wheel = f"{plugin.origin.distribution} {plugin.origin.version}".rstrip()
+    newer = api > PLUGIN_API_VERSION
+    mend = "vllm-fl-core" if newer else plugin.origin.distribution
+    return (
+        f"{wheel} was written for plugin API {api}, and {core} knows {OLDEST_PLUGIN_API_VERSION} to "
+        f"{PLUGIN_API_VERSION}; pip install --upgrade {mend}"
+    )
+
+
+def _core_version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("vllm-fl-core")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _entry_function(module: ModuleType, attribute: str) -> Callable[[OpRegistry], Any]:
+    target: Any = module
+    for name in filter(None, attribute.split(".")):
+        target = getattr(target, name)
+    if isinstance(target, ModuleType):
+        for name in _ENTRY_FUNCTIONS:
+            function = getattr(target, name, None)
+            if callable(function):
+                return function  # type: ignore[no-any-return]
+        raise RegistrationError(f"module {target.__name__} has none of {', '.join(_ENTRY_FUNCTIONS)}")
+    if not callable(target):
+        raise RegistrationError(f"{module.__name__}:{attribute} is {target!r}, not a function")
+    return target  # type: ignore[no-any-return]
+
+
+def _line_of(error: BaseException) -> str:
+    """Say where an exception was raised, outside this module."""
+    where = ""
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code.co_filename != __file__ and "importlib" not in code.co_filename:
+            where = f" ({code.co_filename}:{traceback.tb_lineno})"
+        traceback = traceback.tb_next
+    return where
+
+
+def get_discovered_plugins(registry: OpRegistry | None = None) -> list[PluginRecord]:
+    """Return what became of every plugin, of the default manager's registry."""
+    return list(_of(registry).plugins.values())
+
+
+def clear_discovered_plugins(registry: OpRegistry | None = None) -> None:
+    """Forget which plugins were loaded; what they registered stays.
+
+    To load everything anew, use ``reset_default_manager()``.
+    """
+    _of(registry).plugins.clear()
+
+
+def _of(registry: OpRegistry | None) -> OpRegistry:
+    if registry is None:
+        from vllm_fl.dispatch.manager import get_default_manager
+
+        registry = get_default_manager().registry
+    return registry

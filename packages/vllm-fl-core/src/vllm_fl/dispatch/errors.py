@@ -1,0 +1,35 @@
+"""Every exception that the dispatch raises itself.
+
+An exception of an implementation keeps its own type; see the list "When one
+fails" in :mod:`vllm_fl.dispatch.manager`.
+"""
+
+from __future__ import annotations
+
+
+class DispatchError(Exception):
+    """Base class of what the dispatch raises itself."""
+
+
+class PolicyError(DispatchError, ValueError):
+    """A configuration value is wrong.
+
+    The message names the variable, or the file and line, the value, and the
+    nearest right name where there is one.
+    """
+
+
+class RegistrationError(DispatchError, ValueError):
+    """An implementation, an operator or a plugin cannot be registered.
+
+    The message names the distribution and entry point, or the caller's
+    argument.
+    """
+
+
+class UnknownOperatorError(DispatchError, LookupError):
+    """No operator of this name is declared or registered."""
+
+
+class NoImplementationError(DispatchError, RuntimeError):
+    """Nothing can run the operator: the message lists why, and what to install."""

@@ -1,0 +1,627 @@
+"""The manager: resolves, calls, explains and freezes.
+
+Which one runs
+==============
+
+1. The policy in force: the innermost ``policy_context``, else
+   ``set_global_policy``, else ``VLLM_FL_CONFIG`` (a YAML file; it replaces all
+   that follows), else environment variables over the active vendor's packaged
+   defaults over the built-in ones. With two available vendors neither's
+   packaged defaults apply.
+2. The implementations of the operator, minus those that the policy denies,
+   minus those that are not available.
+3. Their order: the operator's own order where the policy gives one (what it
+   does not list is not tried), else the kinds in the order of ``prefer``; inside
+   one token by priority, then by ``impl_id``. Tokens: ``flagos``, ``vendor``,
+   ``vendor:<name>``, ``reference``, ``impl:<impl_id>``, and ``native``: inside
+   vLLM every replaced layer has vLLM's own path as a candidate, the last one
+   unless the policy says otherwise.
+4. The first whose ``supports`` agrees runs.
+
+A layer that vLLM leaves to its compiler stays ``native`` unless the policy says
+otherwise in so many words: an explicit ``prefer``, order or context.
+
+When one fails
+==============
+
+1. "Not for these inputs" (``supports`` says no, or ``NotImplementedError``,
+   which promises that nothing was written) moves to the next candidate, for this
+   call only.
+2. A fault of the caller (arguments that do not bind, an unknown operator) is
+   raised as it is.
+3. Out of memory, a dead device, a signal: raised as they are.
+4. Any other exception of an operator that writes none of its arguments: with
+   ``strict`` it is raised; otherwise the next candidate runs, and only if it
+   succeeds on the same arguments is the first set aside for that operator (until
+   a policy is set or it is cleared), with one warning. If all raise, nothing is
+   set aside.
+5. An operator that writes its arguments is run again only when they can be put
+   back: until an implementation's first success, from copies. Afterwards the
+   exception is raised, with a note.
+6. When nothing is left, the first exception is raised, of its own type, with the
+   others as notes.
+7. Rules 4 and 5 never hold during tracing or graph capture, nor with more than
+   one rank: there the exception is raised. With ``strict``, an implementation
+   that has no predicate is called without a guard, so that its
+   ``NotImplementedError`` is raised too.
+
+The code of the second list is in :mod:`vllm_fl.dispatch._guard`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from dataclasses import dataclass
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from typing import Any
+
+from vllm_fl.dispatch import _guard
+from vllm_fl.dispatch import decision as status
+from vllm_fl.dispatch import selection
+from vllm_fl.dispatch import trace
+from vllm_fl.dispatch._fork import ForkSafeLock
+from vllm_fl.dispatch._fork import after_fork_in_child
+from vllm_fl.dispatch._known import check_names
+from vllm_fl.dispatch._known import install_hint
+from vllm_fl.dispatch._log import get_logger
+from vllm_fl.dispatch._log import level_from_environment
+from vllm_fl.dispatch.backend import describe
+from vllm_fl.dispatch.errors import NoImplementationError
+from vllm_fl.dispatch.errors import PolicyError
+from vllm_fl.dispatch.policy import _context
+from vllm_fl.dispatch.policy import add_policy_listener
+from vllm_fl.dispatch.policy import global_policy
+from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.dispatch.types import NATIVE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Mapping
+
+    from vllm_fl.dispatch.decision import Decision
+    from vllm_fl.dispatch.policy import SelectionPolicy
+    from vllm_fl.dispatch.registry import OpRegistrySnapshot
+    from vllm_fl.dispatch.types import OpImpl
+
+logger = get_logger(__name__)
+
+#: Tables of context policies that are kept; older ones are made anew.
+_TABLES_KEPT = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every choice of a frozen process.
+
+    Attributes:
+        choices: the implementation of each operator; None where nothing can run.
+        policy: the fingerprint of the policy.
+        wheels: the version of every wheel that is chosen.
+        fingerprint: 16 hexadecimal digits that differ where any of it does.
+    """
+
+    choices: Mapping[str, str | None]
+    policy: str
+    wheels: Mapping[str, str]
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """An operator as a layer holds it.
+
+    Attributes:
+        fn: takes the operator's arguments.
+        decision: what it is and why.
+        candidates: what ``fn`` is made of, in order.
+    """
+
+    fn: Callable[..., Any]
+    decision: Decision
+    candidates: tuple[_guard.Candidate, ...]
+
+
+class _Table(dict[str, Any]):
+    """The callables of one policy and one snapshot; filled when asked."""
+
+    __slots__ = ("manager", "policy", "snapshot")
+
+    def __init__(self, manager: OpManager, policy: SelectionPolicy | None) -> None:
+        super().__init__()
+        self.manager = manager
+        self.policy = policy
+        self.snapshot: OpRegistrySnapshot | None = None
+
+    def __missing__(self, op_name: str) -> Any:
+        return self.manager._fill(self, op_name)
+
+
+class OpManager:
+    """Resolves operators for one registry.
+
+    Args:
+        registry: what to choose from; it is used as it is. Where it is None, a
+            new one is filled by the discovery of plugins.
+    """
+
+    def __init__(self, registry: OpRegistry | None = None) -> None:
+        self.registry = registry if registry is not None else OpRegistry()
+        self._discovers = registry is None
+        self._lock = ForkSafeLock()
+        self._plan: Plan | None = None
+        self._frozen_snapshot: OpRegistrySnapshot | None = None
+        self._failed: dict[str, dict[str, str]] = {}
+        self._proven: set[tuple[str, str]] = set()
+        self._warned: set[str] = set()
+        self._checked: SelectionPolicy | None = None
+        self._ready_in = 0
+        self._table = _Table(self, None)
+        self._context_tables: OrderedDict[int, _Table] = OrderedDict()
+        self.registry.add_listener(self)
+        add_policy_listener(self)
+        after_fork_in_child(self._forget_the_parent)
+
+    # -- the hot path ---------------------------------------------------------
+
+    def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Run an operator with the policy in force.
+
+        Raises:
+            UnknownOperatorError: no such operator.
+            NoImplementationError: nothing can run it.
+            Exception: what the implementation raises; see "When one fails".
+        """
+        policy = _context.get()
+        table = self._table if policy is None else self._context_table(policy)
+        return table[op_name](*args, **kwargs)
+
+    def resolve(self, op_name: str) -> Callable[..., Any]:
+        """Return the operator as a callable that keeps the choice of this moment.
+
+        Raises:
+            UnknownOperatorError: no such operator.
+            NoImplementationError: nothing can run it.
+        """
+        policy = _context.get()
+        table = self._table if policy is None else self._context_table(policy)
+        return table[op_name]  # type: ignore[no-any-return]
+
+    def _context_table(self, policy: SelectionPolicy) -> _Table:
+        table = self._context_tables.get(id(policy))
+        if table is not None and table.policy is policy:
+            return table
+        with self._lock:
+            if self._plan is not None:
+                return self._table
+            # A table keeps its policy alive, so that its id stays its own.
+            table = _Table(self, policy)
+            self._context_tables[id(policy)] = table
+            while len(self._context_tables) > _TABLES_KEPT:
+                self._context_tables.popitem(last=False)
+            return table
+
+    # -- resolving ------------------------------------------------------------
+
+    def _fill(self, table: _Table, op_name: str) -> Callable[..., Any]:
+        """Resolve an operator into a table, unless the world has moved on meanwhile."""
+        self.ensure_initialized()
+        policy = table.policy if table.policy is not None else self._global_policy()
+        snapshot, failed = self.snapshot(), self._failed
+        resolved = self._resolve(op_name, policy, snapshot)
+        with self._lock:
+            is_current = table is self._table or self._context_tables.get(id(table.policy)) is table
+            if is_current and snapshot is self.snapshot() and failed is self._failed:
+                table[op_name] = resolved.fn
+        return resolved.fn
+
+    def snapshot(self) -> OpRegistrySnapshot:
+        """Return what is chosen from: the registry's snapshot, that of the freeze while frozen."""
+        return self._frozen_snapshot or self.registry.snapshot()
+
+    def _global_policy(self) -> SelectionPolicy:
+        policy = global_policy()
+        self.check_policy(policy)
+        return policy
+
+    def check_policy(self, policy: SelectionPolicy) -> None:
+        """Check every name in a policy against what is installed.
+
+        Raises:
+            PolicyError: an unknown operator, vendor or implementation.
+        """
+        if policy is self._checked:
+            return
+        self._discover()
+        broken = [f"{r.name} {r.distribution}" for r in self.registry.plugins.values() if r.state != "loaded"]
+        check_names(policy, self.registry.snapshot(), broken)
+        self._checked = policy
+
+    def resolve_with_native(
+        self,
+        op_name: str,
+        native: Callable[..., Any],
+        *,
+        only_traceable: bool = False,
+        wrap: Callable[[_guard.Candidate], _guard.Candidate] | None = None,
+    ) -> Resolved:
+        """Resolve an operator for a layer of vLLM, which has a path of its own.
+
+        Args:
+            op_name: the operator.
+            native: the layer's own path, taking the operator's arguments.
+            only_traceable: leave out of ``fn`` what Dynamo cannot trace, unless
+                it is the first choice.
+            wrap: applied to every candidate but the native one.
+        """
+        self.ensure_initialized()
+        policy = _context.get() or self._global_policy()
+        candidate = _guard.Candidate(NATIVE, native, traceable=True)
+        return self._resolve(op_name, policy, self.snapshot(), candidate, only_traceable, wrap)
+
+    def _resolve(
+        self,
+        op_name: str,
+        policy: SelectionPolicy,
+        snapshot: OpRegistrySnapshot,
+        native: _guard.Candidate | None = None,
+        only_traceable: bool = False,
+        wrap: Callable[[_guard.Candidate], _guard.Candidate] | None = None,
+    ) -> Resolved:
+        decision = self._decide(op_name, policy, snapshot, with_native=native is not None)
+        if decision.impl_id is None:
+            raise NoImplementationError(self._nothing_runs(decision))
+        self._warn_of_degradation(decision)
+        operator = snapshot.operators.get(op_name)
+        impls = {impl.impl_id: impl for impl in snapshot.impls_by_op.get(op_name, ())}
+        candidates = []
+        for report in decision.usable:
+            if report.impl_id == NATIVE and native is not None:
+                candidates.append(replace(native, fn=trace.recorded(op_name, NATIVE, native.fn)))
+                continue
+            impl = impls[report.impl_id]
+            fn = _guard.adapt(operator, impl.load())
+            writes = impl.writes
+            if writes is None:
+                writes = operator.mutates if operator else ()
+            fn = trace.recorded(op_name, impl.impl_id, fn)
+            candidate = _guard.Candidate(impl.impl_id, fn, impl.supports, writes, impl.traceable)
+            candidates.append(wrap(candidate) if wrap else candidate)
+        if only_traceable and candidates[0].traceable:
+            candidates = [candidate for candidate in candidates if candidate.traceable]
+        strict = selection.effective(policy, snapshot).strict
+        fn = _guard.build(op_name, operator, candidates, self, strict=strict)
+        form = _guard.form(candidates, strict=strict)
+        return Resolved(fn, replace(decision, form=form), tuple(candidates))
+
+    def _decide(
+        self, op_name: str, policy: SelectionPolicy, snapshot: OpRegistrySnapshot, *, with_native: bool
+    ) -> Decision:
+        failed = self._failed.get(op_name, {})
+        return selection.decide(op_name, policy, snapshot, failed, with_native=with_native)
+
+    def _nothing_runs(self, decision: Decision) -> str:
+        lines = [f"nothing can run {decision.op_name!r}."]
+        lines += [f"  {c.impl_id} ({c.distribution}): {c.reason}" for c in decision.candidates]
+        failed = [r for r in self.registry.plugins.values() if r.state in ("failed", "incompatible")]
+        lines += [f"  plugin {r.name!r} of {r.distribution} {r.version}: {r.reason}" for r in failed]
+        if decision.source != "the defaults":
+            lines.append(f"  The order {' > '.join(decision.order)} comes from {decision.source}.")
+        if not decision.candidates:
+            lines.append("  No implementation is registered.")
+        lines.append(install_hint(decision.op_name))
+        return "\n".join(lines)
+
+    def _warn_of_degradation(self, decision: Decision) -> None:
+        """Say once per implementation that it was passed over, and what that costs."""
+        chosen = decision.usable[0]
+        rank = {token: index for index, token in enumerate(decision.order)}
+        for candidate in decision.candidates:
+            if candidate.status != status.UNAVAILABLE or candidate.impl_id in self._warned:
+                continue
+            if rank.get(candidate.kind, len(rank)) >= rank.get(chosen.kind, len(rank)):
+                continue
+            self._warned.add(candidate.impl_id)
+            logger.warning(
+                "%s (%s) is preferred for %s but %s. %s runs instead%s; `vllm-fl explain --all` "
+                "shows every operator.",
+                candidate.impl_id,
+                candidate.distribution,
+                decision.op_name,
+                candidate.reason,
+                chosen.impl_id,
+                ", in plain PyTorch, which is slower" if chosen.kind == "reference" else "",
+            )
+
+    # -- asking ---------------------------------------------------------------
+
+    def ensure_initialized(self) -> None:
+        """Discover the plugins, once per process, and check the configuration.
+
+        Raises:
+            PolicyError: the configuration is wrong.
+        """
+        if self._ready_in == os.getpid():
+            return
+        self._discover()
+        if _context.get() is None:
+            self._global_policy()
+        self._ready_in = os.getpid()
+
+    def _discover(self) -> None:
+        if not self._discovers:
+            return
+        problem = level_from_environment()
+        if problem:
+            raise PolicyError(problem)
+        with self._lock:
+            if not self._discovers:
+                return
+            from vllm_fl.dispatch.discovery import discover_plugins
+
+            discover_plugins(self.registry)
+            self._discovers = False
+
+    def explain(self, op_name: str, *, native: bool = False) -> Decision:
+        """Return the decision that the policy in force makes for an operator.
+
+        Args:
+            op_name: the operator.
+            native: include vLLM's own path, as a replaced layer does.
+
+        Raises:
+            UnknownOperatorError: no such operator.
+        """
+        self.ensure_initialized()
+        policy = _context.get() or self._global_policy()
+        snapshot = self.snapshot()
+        if not native:
+            try:
+                return self._resolve(op_name, policy, snapshot).decision
+            except NoImplementationError:
+                pass
+        return self._decide(op_name, policy, snapshot, with_native=native)
+
+    def resolve_candidates(self, op_name: str) -> list[OpImpl]:
+        """Return what can run an operator, in the order in which it is tried.
+
+        Raises:
+            UnknownOperatorError: no such operator.
+            NoImplementationError: nothing can run it.
+        """
+        decision = self.explain(op_name)
+        if decision.impl_id is None:
+            raise NoImplementationError(self._nothing_runs(decision))
+        impls = {i.impl_id: i for i in self.snapshot().impls_by_op.get(op_name, ())}
+        return [impls[report.impl_id] for report in decision.usable]
+
+    def get_selected_impl_id(self, op_name: str) -> str:
+        """Return the id of what runs an operator.
+
+        Raises:
+            UnknownOperatorError: no such operator.
+            NoImplementationError: nothing can run it.
+        """
+        return self.resolve_candidates(op_name)[0].impl_id
+
+    # -- failures -------------------------------------------------------------
+
+    def get_failed_impls(self, op_name: str | None = None) -> dict[str, set[str]]:
+        """Return what was set aside, by operator."""
+        failed = self._failed
+        return {op: set(ids) for op, ids in failed.items() if ids and op_name in (None, op)}
+
+    def clear_failed_impls(self, op_name: str | None = None) -> None:
+        """Try again what was set aside, of one operator or of all."""
+        with self._lock:
+            kept = {} if op_name is None else {op: ids for op, ids in self._failed.items() if op != op_name}
+            self._failed = kept
+            for table in self._tables():
+                for name in [op_name] if op_name else list(table):
+                    table.pop(name, None)
+
+    def set_aside(self, op_name: str, impl_id: str, error: BaseException) -> None:
+        """Do not choose an implementation for an operator again; warn once."""
+        with self._lock:
+            known = self._failed.get(op_name, {})
+            if impl_id in known:
+                return
+            self._failed = {**self._failed, op_name: {**known, impl_id: describe(error)}}
+            for table in self._tables():
+                table.pop(op_name, None)
+        logger.warning(
+            "%s raised for %s and is set aside; the next candidate ran on the same arguments. "
+            "`clear_failed_impls(%r)` tries it again. It was: %s",
+            impl_id,
+            op_name,
+            op_name,
+            describe(error),
+            exc_info=error,
+        )
+
+    def is_proven(self, op_name: str, impl_id: str) -> bool:
+        """Whether an implementation has succeeded once in this process."""
+        return (op_name, impl_id) in self._proven
+
+    def prove(self, op_name: str, impl_id: str) -> None:
+        """Note an implementation's first success."""
+        self._proven.add((op_name, impl_id))
+
+    # -- freezing -------------------------------------------------------------
+
+    @property
+    def frozen(self) -> bool:
+        """Whether every choice is fixed."""
+        return self._plan is not None
+
+    def freeze(self, extra: Mapping[str, Any] | None = None) -> Plan:
+        """Fix every choice of the process and return the plan.
+
+        Until :meth:`thaw`, a policy change raises RuntimeError, and a
+        registration is recorded, not used, and warned about once.
+
+        Args:
+            extra: plain values that the fingerprint covers too.
+
+        Raises:
+            PolicyError: the configuration is wrong.
+        """
+        with self._lock:
+            if self._plan is not None:
+                return self._plan
+            self.ensure_initialized()
+            policy = _context.get() or self._global_policy()
+            snapshot = self.registry.snapshot()
+            table = _Table(self, policy)
+            choices: dict[str, str | None] = {}
+            for op_name in sorted({*snapshot.operators, *snapshot.impls_by_op}):
+                try:
+                    resolved = self._resolve(op_name, policy, snapshot)
+                except NoImplementationError:
+                    choices[op_name] = None
+                    continue
+                choices[op_name] = resolved.decision.impl_id
+                table[op_name] = resolved.fn
+            wheels = _wheels(choices, snapshot)
+            facts = {
+                "policy": policy.fingerprint(),
+                "choices": choices,
+                "wheels": wheels,
+                "extra": dict(extra or {}),
+            }
+            import hashlib
+            import json
+
+            digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+            self._plan = Plan(choices, policy.fingerprint(), wheels, digest)
+            self._frozen_snapshot = snapshot
+            self._table = table
+            self._context_tables = OrderedDict()
+            return self._plan
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of a frozen manager."""
+        return self._plan
+
+    def thaw(self) -> None:
+        """Let policies and registrations change the choices again."""
+        with self._lock:
+            self._plan = self._frozen_snapshot = None
+            self._warned.discard("late registration")
+            self._new_tables()
+
+    # -- what changes the tables ----------------------------------------------
+
+    def _tables(self) -> list[_Table]:
+        return [self._table, *self._context_tables.values()]
+
+    def _new_tables(self) -> None:
+        self._table = _Table(self, None)
+        self._context_tables = OrderedDict()
+
+    def policy_changed(self) -> None:
+        """Forget every choice and every failure; a new global policy was set."""
+        with self._lock:
+            self._failed = {}
+            self._warned = set()
+            self._new_tables()
+
+    def registry_changed(self) -> None:
+        """Forget every choice; something was registered."""
+        with self._lock:
+            self._checked = None
+            if self._plan is None:
+                self._new_tables()
+                return
+            is_first = "late registration" not in self._warned
+            self._warned.add("late registration")
+        if is_first:
+            logger.warning("something was registered after the dispatch was frozen; it is used after thaw()")
+
+    def _forget_the_parent(self) -> None:
+        self._plan = self._frozen_snapshot = None
+        self._failed = {}
+        self._proven = set()
+        self._warned = set()
+        self._ready_in = 0
+        self._new_tables()
+
+
+def _wheels(choices: Mapping[str, str | None], snapshot: OpRegistrySnapshot) -> dict[str, str]:
+    return {
+        impl.origin.distribution: impl.origin.version
+        for op_name, impls in snapshot.impls_by_op.items()
+        for impl in impls
+        if impl.origin is not None and impl.impl_id == choices.get(op_name)
+    }
+
+
+_default: OpManager | None = None
+_default_lock = ForkSafeLock()
+
+
+def get_default_manager() -> OpManager:
+    """Return the manager of the process, made when first asked for."""
+    global _default
+    if _default is None:
+        with _default_lock:
+            if _default is None:
+                _default = OpManager()
+    return _default
+
+
+def reset_default_manager() -> None:
+    """Forget the manager of the process, its registry, choices and failures.
+
+    The next one discovers the plugins anew. Policies stay as they are.
+    """
+    global _default
+    with _default_lock:
+        _default = None
+
+
+def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator with the implementation that the policy in force chooses.
+
+    It follows contexts, policy changes and late registrations at once::
+
+        call_op("silu_and_mul", x)
+        call_op("rms_norm", x, residual, weight, 1e-6)
+
+    ``help(Operators.rms_norm)`` says what an operator takes and returns, and
+    ``print(get_default_manager().explain("rms_norm"))`` why it runs what it runs.
+
+    Args:
+        op_name: the operator.
+        *args: its arguments, in the contract's order.
+        **kwargs: its arguments by name.
+
+    Returns:
+        What the operator's contract says.
+
+    Raises:
+        UnknownOperatorError: no such operator.
+        NoImplementationError: nothing can run it; the message says what to install.
+        PolicyError: the configuration is wrong.
+        Exception: what the implementation raises; see "When one fails".
+    """
+    manager = _default or get_default_manager()
+    policy = _context.get()
+    table = manager._table if policy is None else manager._context_table(policy)
+    return table[op_name](*args, **kwargs)
+
+
+def resolve_op(op_name: str) -> Callable[..., Any]:
+    """Return an operator as a callable that keeps the choice of this moment.
+
+    With ``strict`` and no predicate it is the implementation itself. The policy
+    is read here and never in the callable, which can be traced.
+
+    Raises:
+        UnknownOperatorError: no such operator.
+        NoImplementationError: nothing can run it; the message says what to install.
+        PolicyError: the configuration is wrong.
+    """
+    return get_default_manager().resolve(op_name)

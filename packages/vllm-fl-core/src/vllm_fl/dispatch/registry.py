@@ -1,0 +1,276 @@
+"""The registry: which implementations exist.
+
+Readers take :meth:`OpRegistry.snapshot` and never wait: a snapshot is replaced,
+not edited. A registration is checked here, and the message names the culprit.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+from typing import Any
+from typing import Protocol
+
+from vllm_fl.dispatch._fork import ForkSafeLock
+from vllm_fl.dispatch.errors import RegistrationError
+from vllm_fl.dispatch.ops import OPERATORS
+from vllm_fl.dispatch.ops import Operator
+from vllm_fl.dispatch.ops import declaration_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Iterable
+    from collections.abc import Mapping
+
+    from vllm_fl.dispatch.backend import Backend
+    from vllm_fl.dispatch.types import OpImpl
+    from vllm_fl.dispatch.types import Origin
+
+
+@dataclass(frozen=True)
+class OpRegistrySnapshot:
+    """What is registered at one moment; immutable.
+
+    Attributes:
+        impls_by_op: every operator's implementations, in order of registration.
+        operators: the declarations, those of plugins included.
+        backends: the backends that were registered as a whole.
+        version: grows with every registration.
+    """
+
+    impls_by_op: Mapping[str, tuple[OpImpl, ...]] = field(default_factory=lambda: MappingProxyType({}))
+    operators: Mapping[str, Operator] = field(default_factory=lambda: MappingProxyType(dict(OPERATORS)))
+    backends: tuple[Backend, ...] = ()
+    version: int = 0
+
+    def vendors(self) -> set[str]:
+        """Return the vendors that have an implementation."""
+        return {i.vendor for impls in self.impls_by_op.values() for i in impls if i.vendor}
+
+    def without(self, origin: Origin) -> OpRegistrySnapshot:
+        """Return this snapshot without what ``origin`` registered."""
+        kept = {
+            op_name: tuple(impl for impl in impls if impl.origin != origin)
+            for op_name, impls in self.impls_by_op.items()
+        }
+        return replace(self, impls_by_op=MappingProxyType({op: impls for op, impls in kept.items() if impls}))
+
+    def impl_ids(self) -> set[str]:
+        """Return every implementation id."""
+        return {i.impl_id for impls in self.impls_by_op.values() for i in impls}
+
+
+@dataclass(frozen=True)
+class PluginRecord:
+    """What the discovery did with one plugin.
+
+    Attributes:
+        name: the entry point's name, or the module's.
+        distribution: the wheel, or the variable that named the module.
+        version: the wheel's version.
+        source: what was loaded, ``module`` or ``module:function``.
+        api_version: the plugin API that it declares.
+        state: ``loaded``, ``failed``, ``incompatible``, ``refused`` or ``not-allowed``.
+        reason: the state in a sentence; what was left out of a loaded plugin.
+        operators: the operators for which it registered an implementation.
+        variables: environment variables that it reads.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    source: str
+    api_version: int | None
+    state: str
+    reason: str = ""
+    operators: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+
+    @property
+    def success(self) -> bool:
+        """Whether it was loaded."""
+        return self.state == "loaded"
+
+
+class RegistryListener(Protocol):
+    """What is told of a registration; an ``OpManager``."""
+
+    def registry_changed(self) -> None:
+        """Take the new snapshot into account."""
+
+
+class OpRegistry:
+    """A thread-safe collection of implementations.
+
+    Registrations survive a fork.
+    """
+
+    def __init__(self) -> None:
+        self._lock = ForkSafeLock()
+        self._snapshot = OpRegistrySnapshot()
+        self._listeners: list[weakref.ref[RegistryListener]] = []
+        #: What the discovery did, by plugin name; kept here so that a child that was
+        #: forked in the middle of it goes on where its parent was.
+        self.plugins: dict[str, PluginRecord] = {}
+
+    def snapshot(self) -> OpRegistrySnapshot:
+        """Return what is registered now, as an immutable object."""
+        return self._snapshot
+
+    def register_impl(self, impl: OpImpl) -> None:
+        """Register one implementation.
+
+        Raises:
+            RegistrationError: its signature does not fit the operator's contract,
+                it writes what the contract does not allow, or its id is taken.
+        """
+        self.register_many([impl])
+
+    def register_many(self, impls: Iterable[OpImpl]) -> None:
+        """Register all of ``impls``, or none where one is refused.
+
+        Raises:
+            RegistrationError: see :meth:`register_impl`; every bad one is named.
+        """
+        self.commit(impls=tuple(impls))
+
+    def register_backend(self, backend: Backend) -> None:
+        """Register every operator that the backend's class overrides.
+
+        Raises:
+            RegistrationError: see :meth:`register_impl`.
+        """
+        self.commit(impls=tuple(backend.implementations()), backends=(backend,))
+
+    def declare(self, method: Any) -> None:
+        """Declare an operator that the core does not know.
+
+        Args:
+            method: a function decorated with ``@operator``, or an
+                :class:`~vllm_fl.dispatch.ops.Operator`.
+
+        Raises:
+            RegistrationError: it is neither, or the operator is declared in
+                another way.
+        """
+        found = method if isinstance(method, Operator) else declaration_of(method)
+        if found is None:
+            raise RegistrationError(f"{method!r} is no declaration: decorate it with @operator.")
+        self.commit(operators=(found,))
+
+    def commit(
+        self,
+        *,
+        impls: tuple[OpImpl, ...] = (),
+        operators: tuple[Operator, ...] = (),
+        backends: tuple[Backend, ...] = (),
+        origin: Origin | None = None,
+    ) -> None:
+        """Register everything at once, or nothing.
+
+        Args:
+            origin: what it registered before is replaced.
+
+        Raises:
+            RegistrationError: naming everything that is wrong.
+        """
+        with self._lock:
+            now = self._snapshot.without(origin) if origin else self._snapshot
+            declared = dict(now.operators)
+            problems = [problem for op in operators if (problem := _add_operator(declared, op))]
+            by_op = dict(now.impls_by_op)
+            problems += [problem for impl in impls if (problem := _add_impl(by_op, declared, impl))]
+            if problems:
+                raise RegistrationError("\n".join(problems))
+            self._snapshot = OpRegistrySnapshot(
+                MappingProxyType(by_op),
+                MappingProxyType(declared),
+                now.backends + backends,
+                now.version + 1,
+            )
+        for ref in list(self._listeners):
+            listener = ref()
+            if listener is not None:
+                listener.registry_changed()
+
+    def add_listener(self, listener: RegistryListener) -> None:
+        """Tell ``listener`` of every registration, for as long as it lives."""
+        self._listeners = [ref for ref in self._listeners if ref() is not None]
+        self._listeners.append(weakref.ref(listener))
+
+
+def _add_operator(declared: dict[str, Operator], operator: Operator) -> str | None:
+    known = declared.get(operator.name)
+    if known is not None and (known.signature, known.mutates) != (operator.signature, operator.mutates):
+        return f"operator {operator.name!r} is declared already, as {operator.name}{known.signature}"
+    declared.setdefault(operator.name, operator)
+    return None
+
+
+def _add_impl(
+    by_op: dict[str, tuple[OpImpl, ...]], declared: Mapping[str, Operator], impl: OpImpl
+) -> str | None:
+    what = f"{impl.impl_id} of {impl.op_name}"
+    siblings = by_op.get(impl.op_name, ())
+    for sibling in siblings:
+        if sibling.impl_id == impl.impl_id and sibling != impl:
+            by = f" by {sibling.origin}" if sibling.origin else ""
+            return f"{what}: this id is registered already{by}"
+    operator = declared.get(impl.op_name)
+    if operator is not None:
+        foreign = sorted(set(impl.writes or ()) - set(operator.mutates))
+        if foreign:
+            return f"{what}: writes {', '.join(foreign)}, which the contract does not allow"
+        if not isinstance(impl.fn, str):
+            problem = signature_problem(operator, impl.fn)
+            if problem:
+                return f"{what}: {problem}"
+    if impl not in siblings:
+        by_op[impl.op_name] = (*siblings, impl)
+    return None
+
+
+def signature_problem(operator: Operator, fn: Callable[..., Any]) -> str | None:
+    """Say why ``fn`` cannot be called as the contract says; None if it can.
+
+    It may lack optional parameters and may have optional ones of its own.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None  # a builtin does not tell
+    wanted = operator.signature.parameters
+    has = signature.parameters
+    kinds = {p.kind for p in has.values()}
+    contract = f"the contract is {operator.name}{_names_of(operator.signature)}"
+    here = f"defined {_where(fn)} as {_names_of(signature)}"
+    if inspect.Parameter.VAR_POSITIONAL not in kinds:
+        positional = [p.name for p in has.values() if p.kind is not p.KEYWORD_ONLY]
+        order = [name for name in wanted if name in has]
+        if [name for name in positional if name in wanted] != [n for n in order if n in positional]:
+            return f"its arguments stand in another order; {contract}, {here}"
+    if inspect.Parameter.VAR_KEYWORD not in kinds or inspect.Parameter.VAR_POSITIONAL not in kinds:
+        for name, parameter in wanted.items():
+            if parameter.default is parameter.empty and name not in has:
+                return f"it does not take {name!r}; {contract}, {here}"
+    for name, parameter in has.items():
+        required = parameter.default is parameter.empty
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if required and not variadic and name not in wanted:
+            return f"it requires {name!r}, which nobody passes; {contract}, {here}"
+    return None
+
+
+def _names_of(signature: inspect.Signature) -> str:
+    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
+def _where(fn: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    return f"in {code.co_filename}:{code.co_firstlineno}" if code else f"as {fn!r}"

@@ -1,0 +1,190 @@
+"""What an implementation is: :class:`OpImpl` and the vocabulary around it."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import re
+from dataclasses import dataclass
+from dataclasses import field
+from typing import TYPE_CHECKING
+from typing import Any
+
+from vllm_fl.dispatch._fork import ForkSafeLock
+from vllm_fl.dispatch.errors import RegistrationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: The token of a layer's own vLLM path; see "Which one runs" in ``manager``.
+NATIVE = "native"
+
+
+class BackendImplKind(enum.StrEnum):
+    """The three kinds of implementation; the value is the kind's token in a policy."""
+
+    DEFAULT = "flagos"
+    VENDOR = "vendor"
+    REFERENCE = "reference"
+
+    @property
+    def prefix(self) -> str:
+        """What an ``impl_id`` of this kind begins with."""
+        return "default" if self is BackendImplKind.DEFAULT else self.value
+
+
+class BackendPriority(enum.IntEnum):
+    """Priority inside one token of an order; the higher one is tried first."""
+
+    DEFAULT = 150
+    VENDOR = 100
+    REFERENCE = 50
+
+
+_IMPL_ID = re.compile(r"(default|vendor|reference)(\.[a-z0-9][a-z0-9_-]*)+")
+_OP_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_REFERENCE_TO = re.compile(r"[\w.]+:[\w.]+")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The installed distribution and the entry point that registered something."""
+
+    distribution: str
+    version: str
+    entry_point: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version} (entry point {self.entry_point!r})"
+
+
+@dataclass(frozen=True)
+class OpImpl:
+    """One implementation of one operator.
+
+    Attributes:
+        op_name: the operator, a name such as ``rms_norm``.
+        impl_id: ``<kind>.<name>``: ``default.flagos``, ``reference.torch``,
+            ``vendor.<vendor>`` or ``vendor.<vendor>.<more>``. Unique for the operator.
+        kind: DEFAULT, VENDOR or REFERENCE.
+        fn: a callable with the operator's signature, or ``"module:function"``,
+            which is loaded once, when the implementation is first chosen.
+        vendor: the vendor's name; required for kind VENDOR and for no other.
+        priority: order inside one token; the kind's own priority if None.
+        supports: takes the operator's arguments and returns True, or a sentence
+            that says why not. It looks at dtypes, layouts and trailing
+            dimensions, and runs no kernel.
+        writes: the arguments that ``fn`` may write; None means all that the
+            operator's declaration allows. ``()`` promises that none is written.
+        traceable: Dynamo can trace ``fn`` with ``fullgraph=True``.
+        graph_safe: ``fn`` can be captured in a device graph.
+        origin: who registered it; set by the discovery.
+
+    Raises:
+        RegistrationError: an attribute is malformed or contradicts another.
+    """
+
+    op_name: str
+    impl_id: str
+    kind: BackendImplKind
+    fn: Callable[..., Any] | str
+    vendor: str | None = None
+    priority: int | None = None
+    supports: Callable[..., bool | str] | None = field(default=None, kw_only=True)
+    writes: tuple[str, ...] | None = field(default=None, kw_only=True)
+    traceable: bool = field(default=False, kw_only=True)
+    graph_safe: bool = field(default=False, kw_only=True)
+    origin: Origin | None = field(default=None, kw_only=True, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.op_name, str) or not _OP_NAME.fullmatch(self.op_name):
+            self._refuse(f"op_name must be a name like 'rms_norm', not {self.op_name!r}")
+        try:
+            object.__setattr__(self, "kind", BackendImplKind(self.kind))
+        except ValueError:
+            self._refuse(f"kind must be a BackendImplKind, not {self.kind!r}")
+        if not isinstance(self.impl_id, str) or not _IMPL_ID.fullmatch(self.impl_id):
+            self._refuse(
+                f"impl_id must be '<kind>.<name>' in lower case, such as 'vendor.acme' or "
+                f"'reference.torch', not {self.impl_id!r}"
+            )
+        parts = self.impl_id.split(".")
+        if parts[0] != self.kind.prefix:
+            self._refuse(f"an impl_id of kind {self.kind.name} begins with {self.kind.prefix!r}")
+        if self.kind is BackendImplKind.VENDOR:
+            if not self.vendor:
+                self._refuse("an implementation of kind VENDOR needs vendor=")
+            if parts[1] != self.vendor:
+                self._refuse(f"impl_id of vendor {self.vendor!r} begins with 'vendor.{self.vendor}'")
+        elif self.vendor is not None:
+            self._refuse(f"vendor={self.vendor!r} belongs to kind VENDOR, not {self.kind.name}")
+        if isinstance(self.fn, str):
+            if not _REFERENCE_TO.fullmatch(self.fn):
+                self._refuse(f"fn must be a callable or 'module:function', not {self.fn!r}")
+        elif not callable(self.fn):
+            self._refuse(f"fn must be a callable or 'module:function', not {self.fn!r}")
+        if self.supports is not None and not callable(self.supports):
+            self._refuse(f"supports must be a callable or None, not {self.supports!r}")
+        if self.priority is None:
+            object.__setattr__(self, "priority", int(BackendPriority[self.kind.name]))
+        elif isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            self._refuse(f"priority must be an integer, not {self.priority!r}")
+        if self.writes is not None:
+            if isinstance(self.writes, str):
+                self._refuse(f"writes must be a tuple of argument names, not {self.writes!r}")
+            object.__setattr__(self, "writes", tuple(self.writes))
+
+    def _refuse(self, reason: str) -> None:
+        raise RegistrationError(f"OpImpl({self.op_name!r}, {self.impl_id!r}): {reason}.")
+
+    def load(self) -> Callable[..., Any]:
+        """Return ``fn``, imported the first time where it is ``"module:function"``.
+
+        Raises:
+            Exception: whatever the import raises.
+        """
+        if not isinstance(self.fn, str):
+            return self.fn
+        with _load_lock:
+            loaded = _loaded.get(self.fn)
+            if loaded is None:
+                module, _, attribute = self.fn.partition(":")
+                found: Any = importlib.import_module(module)
+                for name in attribute.split("."):
+                    found = getattr(found, name)
+                loaded = _loaded[self.fn] = found
+        return loaded
+
+    def unavailable_reason(self) -> str | None:
+        """Say in a sentence why it cannot run in this process; None if it can.
+
+        A bound method of a :class:`~vllm_fl.dispatch.backend.Backend` asks its
+        backend, once per process. A function may carry ``_is_available``, a
+        callable that returns a bool. Nothing raises here: an exception is the
+        reason.
+        """
+        from vllm_fl.dispatch.backend import availability
+
+        return availability(self)
+
+    def is_available(self) -> bool:
+        """Whether it can run in this process."""
+        return self.unavailable_reason() is None
+
+
+_load_lock = ForkSafeLock()
+_loaded: dict[str, Callable[..., Any]] = {}
+
+
+def match_token(impl: OpImpl, token: str) -> bool:
+    """Whether a token of an order means ``impl``.
+
+    ``flagos``, ``vendor`` and ``reference`` mean a kind, ``vendor:<name>`` one
+    vendor and ``impl:<impl_id>`` one implementation. ``native`` means vLLM's own
+    path, which is no :class:`OpImpl`.
+    """
+    if token.startswith("vendor:"):
+        return impl.vendor == token.removeprefix("vendor:")
+    if token.startswith("impl:"):
+        return impl.impl_id == token.removeprefix("impl:")
+    return impl.kind.value == token

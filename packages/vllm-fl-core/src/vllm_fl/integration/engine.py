@@ -1,0 +1,126 @@
+"""One engine's policy: shipped by the front end, frozen by the worker.
+
+The front end asks no backend whether it is available: that can initialise a
+device, and a process with an initialised device cannot fork. It checks the
+policy and sends it along in ``additional_config``; the worker takes it, freezes
+its choices when it builds its first layer, and their fingerprint becomes a part
+of vLLM's compile-cache key.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from typing import Any
+
+from vllm_fl.dispatch import PolicyError
+from vllm_fl.dispatch import SelectionPolicy
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch import get_policy
+from vllm_fl.dispatch import set_global_policy
+from vllm_fl.dispatch import trace
+from vllm_fl.integration.log import logger
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch import Plan
+
+#: The entry of vLLM's ``additional_config``.
+KEY = "vllm_fl"
+
+FINGERPRINT_VARIABLE = "VLLM_FL_DISPATCH_FINGERPRINT"
+
+#: What the plan's fingerprint covers beside the choices: the replaced layers.
+_facts: dict[str, Any] = {}
+
+
+def fingerprint() -> str:
+    """Return what the compile-cache key says of this process."""
+    plan = get_default_manager().plan
+    return plan.fingerprint if plan else f"unfrozen-{get_policy().fingerprint()}"
+
+
+def ship_policy(engine_args: Any) -> None:
+    """Write the policy in force into an engine's ``additional_config``.
+
+    Raises:
+        PolicyError: the policy is wrong, or cannot be sent.
+    """
+    policy = get_policy()
+    given = engine_args.additional_config
+    if given is None:
+        given = {}
+    if not isinstance(given, dict):
+        # A caller's own class. The environment reaches a worker without us.
+        if policy.sources and "code" not in policy.sources.values() and _is_from_environment(policy):
+            return
+        raise PolicyError(
+            "a policy that is set in code cannot reach vLLM's workers, because additional_config is a "
+            f"{type(given).__name__} and not a dict: set VLLM_FL_CONFIG instead."
+        )
+    theirs = given.get(KEY)
+    if theirs is not None and not (isinstance(theirs, dict) and "fingerprint" in theirs):
+        raise PolicyError(
+            f"additional_config[{KEY!r}] is written by vllm-fl; set VLLM_FL_CONFIG or a VLLM_FL_* "
+            "variable, or call set_global_policy()."
+        )
+    shipped = {"policy": policy.to_dict(), "fingerprint": policy.fingerprint()}
+    engine_args.additional_config = {**given, KEY: shipped}
+
+
+def _is_from_environment(policy: SelectionPolicy) -> bool:
+    from vllm_fl.dispatch._config import policy_from_environment
+
+    return policy == policy_from_environment()
+
+
+def begin(vllm_config: Any) -> Plan | None:
+    """Freeze the choices for the engine that builds a layer; return the plan.
+
+    A second engine in the process starts from a thaw where its policy is another
+    one. Without a model (a layer that is built by hand) nothing is frozen.
+
+    Raises:
+        PolicyError: the shipped policy is not the one that its fingerprint names.
+    """
+    if getattr(vllm_config, "model_config", None) is None:
+        return None
+    manager = get_default_manager()
+    shipped = vllm_config.additional_config
+    shipped = shipped.get(KEY) if isinstance(shipped, dict) else None
+    if manager.plan is not None:
+        if shipped is None or shipped["fingerprint"] == manager.plan.policy:
+            return manager.plan
+        manager.thaw()
+        _forget_shared_layers()
+    if shipped is not None and get_policy().fingerprint() != shipped["fingerprint"]:
+        policy = SelectionPolicy.from_plain(shipped["policy"], "the front end")
+        if policy.fingerprint() != shipped["fingerprint"]:
+            raise PolicyError(
+                f"this process reads the policy {policy.fingerprint()} where the front end sent "
+                f"{shipped['fingerprint']}: their vllm-fl-core differ."
+            )
+        set_global_policy(policy)
+    plan = manager.freeze(_facts)
+    record = trace.recorder()
+    if record is not None:
+        record.fact("fingerprint", plan.fingerprint)
+        record.fact("policy", plan.policy)
+    served = ", ".join(f"{op} {impl_id}" for op, impl_id in plan.choices.items() if impl_id)
+    logger.info(
+        "vllm-fl: %s; policy %s, fingerprint %s; `vllm-fl explain --all` says why",
+        served or "no implementation is installed, every layer stays vLLM's own",
+        plan.policy,
+        plan.fingerprint,
+    )
+    return plan
+
+
+def remember(name: str, value: Any) -> None:
+    """Let the fingerprint cover ``value``."""
+    _facts[name] = value
+
+
+def _forget_shared_layers() -> None:
+    """vLLM keeps rotary layers for the process; those of an older policy must go."""
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary_embedding._ROPE_DICT.clear()

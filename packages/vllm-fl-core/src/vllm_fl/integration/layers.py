@@ -1,0 +1,442 @@
+"""vLLM's layers, each served by an operator.
+
+A layer's class is replaced by a subclass of it (of the vendor's, where a vendor's
+plug-in has replaced it before). The subclass builds the layer as ever and then
+decides once, for this instance, what its forward is: vLLM's own, or one that
+calls the resolved operator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+
+from vllm_fl.dispatch import NoImplementationError
+from vllm_fl.dispatch import PolicyError
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch import get_policy
+from vllm_fl.dispatch import trace
+from vllm_fl.dispatch._config import names_variable
+from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.types import NATIVE
+from vllm_fl.integration import engine
+from vllm_fl.integration.log import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm_fl.dispatch.manager import Resolved
+
+_WHITELIST = "VLLM_FL_OOT_WHITELIST"
+_BLACKLIST = "VLLM_FL_OOT_BLACKLIST"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """How a class of layers is served by an operator.
+
+    Attributes:
+        module: where vLLM defines the class.
+        class_name: its name.
+        vllm_name: vLLM's own name of it, as in ``+rms_norm``.
+        op_name: the operator.
+        forward: the layer's forward, ``forward(layer, operator, *arguments)``.
+        native: calls the layer's own forward with the operator's arguments.
+        refuses: says why an instance needs vLLM's own path, or None.
+        example: tiny arguments of the operator, for a first call.
+        with_subclasses: serve every subclass that has no forward of its own.
+    """
+
+    module: str
+    class_name: str
+    vllm_name: str
+    op_name: str
+    forward: Callable[..., Any]
+    native: Callable[..., Any]
+    example: Callable[[Any], tuple[Any, ...]]
+    refuses: Callable[[Any], str | None] = lambda layer: None
+    with_subclasses: bool = False
+
+
+def _silu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self._vllm_fl_operator(x)  # type: ignore[no-any-return]
+
+
+def _gelu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self._vllm_fl_operator(x, self.approximate)  # type: ignore[no-any-return]
+
+
+def _rms_forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    has_weight = self.pass_weight if residual is None else self.pass_weight_add
+    weight = self.weight.data if has_weight else None
+    return self._vllm_fl_operator(x, residual, weight, self.variance_epsilon)
+
+
+def _gemma_forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    return self._vllm_fl_operator(x, residual, self.weight.float() + 1.0, self.variance_epsilon)
+
+
+def _norm_native(own: Callable[..., Any]) -> Callable[..., Any]:
+    def native(x: torch.Tensor, residual: torch.Tensor | None, weight: Any, epsilon: float) -> Any:
+        return own(x) if residual is None else own(x, residual)
+
+    return native
+
+
+def _rotary_forward(
+    self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    cache = self._match_cos_sin_cache_dtype(query)
+    cos, sin = cache.chunk(2, dim=-1)
+    positions = positions.flatten()
+    tokens = positions.shape[0]
+    heads = query.view(tokens, -1, self.head_size)
+    key_heads = None if key is None else key.view(tokens, -1, self.head_size)
+    self._vllm_fl_operator(heads, key_heads, cos, sin, positions, not self.is_neox_style, True, cache)
+    return query, key
+
+
+def _rotary_native(own: Callable[..., Any]) -> Callable[..., Any]:
+    def native(
+        query: torch.Tensor, key: torch.Tensor | None, cos: Any, sin: Any, positions: Any, *_: Any
+    ) -> Any:
+        # vLLM's kernel reads three dimensions as [batch, sequence, hidden].
+        flat = [None if x is None else x.view(x.shape[0], -1) for x in (query, key)]
+        for written, result in zip(flat, own(positions, *flat), strict=True):
+            # Its PyTorch path returns new tensors, and the operator writes.
+            if written is not None and result is not written:
+                written.copy_(result)
+        return query, key
+
+    return native
+
+
+def _ones(layer: Any, *shape: int) -> torch.Tensor:
+    # No random numbers: the model's own come from the same generator.
+    weight = getattr(layer, "weight", None)
+    device = weight.device if isinstance(weight, torch.Tensor) else None
+    return torch.ones(shape, device=device)
+
+
+def _norm_example(layer: Any) -> tuple[Any, ...]:
+    x = _ones(layer, 1, layer.weight.shape[0])
+    return x, x.clone(), layer.weight.data.clone(), layer.variance_epsilon
+
+
+def _rotary_example(layer: Any) -> tuple[Any, ...]:
+    cache = layer.cos_sin_cache[:1].clone()
+    cos, sin = cache.chunk(2, dim=-1)
+    query = torch.ones(1, 2, layer.head_size, dtype=cache.dtype, device=cache.device)
+    positions = torch.zeros(1, dtype=torch.int64, device=cache.device)
+    return query, query[:, :1].clone(), cos, sin, positions, not layer.is_neox_style, True, cache
+
+
+def _variance_size(layer: Any) -> str | None:
+    if getattr(layer, "variance_size_override", None) is None:
+        return None
+    return "the operator has no variance_size_override"
+
+
+BINDINGS = (
+    Binding(
+        "vllm.model_executor.layers.activation",
+        "SiluAndMul",
+        "silu_and_mul",
+        "silu_and_mul",
+        _silu_forward,
+        lambda own: own,
+        lambda layer: (_ones(layer, 1, 128),),
+    ),
+    Binding(
+        "vllm.model_executor.layers.activation",
+        "GeluAndMul",
+        "gelu_and_mul",
+        "gelu_and_mul",
+        _gelu_forward,
+        lambda own: lambda x, approximate: own(x),
+        lambda layer: (_ones(layer, 1, 128), layer.approximate),
+    ),
+    Binding(
+        "vllm.model_executor.layers.layernorm",
+        "RMSNorm",
+        "rms_norm",
+        "rms_norm",
+        _rms_forward,
+        _norm_native,
+        _norm_example,
+        _variance_size,
+    ),
+    Binding(
+        "vllm.model_executor.layers.layernorm",
+        "GemmaRMSNorm",
+        "gemma_rms_norm",
+        "rms_norm",
+        _gemma_forward,
+        _norm_native,
+        _norm_example,
+    ),
+    Binding(
+        "vllm.model_executor.layers.rotary_embedding",
+        "RotaryEmbedding",
+        "rotary_embedding",
+        "rotary_embedding",
+        _rotary_forward,
+        _rotary_native,
+        _rotary_example,
+        with_subclasses=True,
+    ),
+)
+
+
+# -- which classes are replaced -----------------------------------------------
+
+
+def _lists() -> tuple[list[str] | None, list[str]]:
+    allowed, denied = names_variable(_WHITELIST), names_variable(_BLACKLIST)
+    if allowed is not None and denied is not None:
+        raise PolicyError(f"{_BLACKLIST}: {_WHITELIST} is set too; keep one of them.")
+    return allowed, denied or []
+
+
+def check_lists() -> None:
+    """Check the names in the two variables that say which layers are replaced.
+
+    Raises:
+        PolicyError: an unknown name, or both are set.
+    """
+    allowed, denied = _lists()
+    known = {name for binding in BINDINGS for name in (binding.class_name, binding.vllm_name)}
+    unknown = [name for name in [*(allowed or []), *denied] if name not in known]
+    if unknown:
+        # A subclass's name is known after an import that takes most of a second.
+        known |= {cls.__name__ for binding in BINDINGS for cls, _ in _classes(binding)}
+    for name in unknown:
+        if name not in known:
+            variable = _WHITELIST if allowed is not None else _BLACKLIST
+            raise PolicyError(f"{variable}: unknown layer {name!r}.{suggest(name, known)}")
+
+
+def _classes(binding: Binding) -> list[tuple[type, str | None]]:
+    """Return the binding's classes, each with the reason why it is not served, or None."""
+    module = __import__(binding.module, fromlist=[binding.class_name])
+    base = getattr(module, binding.class_name)
+    found: list[tuple[type, str | None]] = [(base, None)]
+    if binding.with_subclasses:
+        found += [(cls, _own_forward(cls, base)) for cls in _descendants(base)]
+    return found
+
+
+def _descendants(cls: type) -> list[type]:
+    found = {sub.__name__: sub for sub in cls.__subclasses__() if not issubclass(sub, Served)}
+    for sub in list(found.values()):
+        found.update({further.__name__: further for further in _descendants(sub)})
+    return [found[name] for name in sorted(found)]
+
+
+def _own_forward(cls: type, base: type) -> str | None:
+    """Say which forward a class between ``cls`` and ``base`` defines, or None."""
+    for ancestor in cls.__mro__[: cls.__mro__.index(base)]:
+        own = [name for name in vars(ancestor) if name.startswith("forward")]
+        if own:
+            return f"{ancestor.__name__} has its own {', '.join(sorted(own))}"
+    return None
+
+
+def replace_all() -> None:
+    """Register the replaced classes; called before the process builds its first layer."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    allowed, denied = _lists()
+    replaced, skipped = [], {}
+    trace.on_traced = _note_graph
+    for binding in BINDINGS:
+        try:
+            classes = _classes(binding)
+        except (ImportError, AttributeError) as error:
+            skipped[binding.class_name] = f"this vLLM has no {binding.class_name}: {error}"
+            continue
+        for cls, reason in classes:
+            name = cls.__name__
+            names = {name, binding.vllm_name}
+            theirs = op_registry_oot.get(name, cls)
+            if reason is None and allowed is not None and not names.intersection(allowed):
+                reason = f"{_WHITELIST} does not name it"
+            if reason is None and names.intersection(denied):
+                reason = f"{_BLACKLIST} names it"
+            if reason is None and not issubclass(theirs, cls):
+                reason = f"{theirs.__module__}.{theirs.__qualname__} replaces it and is no subclass of it"
+            if reason is not None:
+                skipped[name] = reason
+                continue
+            # Not register_oot, which asserts where another plug-in came first:
+            # our class is then built on theirs, and theirs is its native path.
+            op_registry_oot[name] = _served(theirs, cls, binding)
+            replaced.append(name if theirs is cls else f"{name} on {theirs.__module__}.{theirs.__qualname__}")
+    engine.remember("layers", sorted(replaced))
+    logger.info("vllm-fl: serves %s", ", ".join(replaced) or "no layer")
+    for name, reason in skipped.items():
+        logger.info("vllm-fl: %s stays vLLM's own: %s", name, reason)
+    record = trace.recorder()
+    if record is not None:
+        record.fact("skipped_layers", skipped)
+
+
+@torch._dynamo.assume_constant_result
+def _note_graph(op_name: str, impl_id: str) -> bool:
+    """Note a trace. Dynamo runs it while it traces and keeps nothing of it in the graph."""
+    record = trace.recorder()
+    if record is not None:
+        record.traced(op_name, impl_id, str(torch._guards.CompileContext.current_compile_id()))
+    return True
+
+
+class Served:
+    """Marks the classes that this module makes."""
+
+
+def _served(theirs: type, cls: type, binding: Binding) -> type:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        theirs.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        _decide(self, binding)
+
+    served = type(
+        f"Served{cls.__name__}",
+        (theirs, Served),
+        {
+            "__init__": __init__,
+            "__module__": __name__,
+            "__doc__": f"vLLM's {cls.__name__}, served by the operator {binding.op_name}.",
+            "forward_vllm_fl": binding.forward,
+        },
+    )
+    # vLLM's switch is "+rms_norm": the name of its own class.
+    served.name = cls.name  # type: ignore[attr-defined]
+    return served
+
+
+# -- what one layer does --------------------------------------------------------
+
+
+def _decide(layer: Any, binding: Binding) -> None:
+    """Choose a layer's forward, once; on a fault of ours it stays vLLM's own."""
+    from vllm.config import get_current_vllm_config
+
+    own = layer._forward_method
+    name = type(layer).__name__.removeprefix("Served")
+    try:
+        vllm_config = get_current_vllm_config()
+        engine.begin(vllm_config)
+        reason = _why_native(layer, binding)
+        if reason is None:
+            compiled = bool(vllm_config.compilation_config.mode)
+            chosen, form, operator = _operator(layer, binding, own, compiled=compiled)
+        else:
+            chosen, form, operator = NATIVE, "plain", None
+            _say_once(f"vllm-fl: {name} stays vLLM's own: {reason}")
+    except (PolicyError, NoImplementationError, _StrictFailure):
+        raise
+    except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
+        logger.error("vllm-fl: %s runs vLLM's own path: %s: %s", name, type(error).__name__, error)
+        logger.debug("vllm-fl failed to serve a layer", exc_info=True)
+        return
+    if operator is not None:
+        layer._vllm_fl_operator = operator
+        layer._forward_method = layer.forward_vllm_fl
+    record = trace.recorder()
+    if record is not None:
+        record.layer(name, binding.op_name, chosen, form)
+        if operator is None:
+            layer._forward_method = trace.recorded(binding.op_name, NATIVE, own)
+
+
+def _why_native(layer: Any, binding: Binding) -> str | None:
+    from vllm import envs
+
+    if bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)):
+        return "VLLM_BATCH_INVARIANT is set"
+    reason = binding.refuses(layer)
+    if reason is not None:
+        return reason
+    enabled = layer._enforce_enable or layer.enabled()
+    if not enabled and not get_policy().is_explicit_for(binding.op_name):
+        return (
+            "vLLM leaves it to its compiler (custom_ops); an explicit VLLM_FL_PREFER or "
+            "VLLM_FL_PER_OP serves it all the same"
+        )
+    return None
+
+
+class _StrictFailure(Exception):  # noqa: N818 - wraps what the implementation raised
+    """With ``strict``, an implementation's failure stops the start."""
+
+
+def _operator(
+    layer: Any, binding: Binding, own: Callable[..., Any], *, compiled: bool
+) -> tuple[str, str, Callable[..., Any] | None]:
+    """Return the implementation's id, its form and what the layer calls; None for native."""
+    manager = get_default_manager()
+    native = binding.native(own)
+    while True:
+        resolved = manager.resolve_with_native(binding.op_name, native, only_traceable=compiled)
+        if resolved.decision.impl_id == NATIVE:
+            return NATIVE, "plain", None
+        form, function = resolved.decision.form, resolved.fn
+        if compiled and not resolved.candidates[0].traceable:
+            form, function = "opaque", _opaque(binding, native)
+        _first_call(layer, binding, resolved, function)
+        impl_id = resolved.candidates[0].impl_id
+        if impl_id not in manager.get_failed_impls(binding.op_name).get(binding.op_name, ()):
+            return impl_id, form, function
+
+
+def _opaque(binding: Binding, native: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm_fl.integration import opaque
+
+    manager = get_default_manager()
+    operator = manager.snapshot().operators[binding.op_name]
+    resolved = manager.resolve_with_native(
+        binding.op_name, native, wrap=lambda candidate: opaque.checked(operator, candidate)
+    )
+    return opaque.opaque(operator, resolved)
+
+
+#: (operator, implementation, last dimension, dtype, device) that have run once.
+_first_calls: set[tuple[Any, ...]] = set()
+
+
+def _first_call(layer: Any, binding: Binding, resolved: Resolved, function: Callable[..., Any]) -> None:
+    """Run the operator once on a tiny input: kernels that fail to compile fail here.
+
+    That spends the copies that a first success needs, before vLLM measures its
+    memory, and lets everything run before a graph is captured.
+    """
+    arguments = binding.example(layer)
+    first = arguments[0]
+    key = (binding.op_name, resolved.decision.impl_id, first.shape[-1], first.dtype, str(first.device))
+    if key in _first_calls or first.device.type == "meta":
+        return
+    try:
+        with torch.no_grad():
+            function(*arguments)
+    except NotImplementedError:
+        return  # not for these inputs, perhaps for others
+    except Exception as error:
+        if get_policy().strict:
+            raise _StrictFailure(
+                f"{resolved.decision.impl_id} failed on its first call of {binding.op_name}, and the "
+                f"policy is strict: {type(error).__name__}: {error}"
+            ) from error
+        raise
+    _first_calls.add(key)
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        logger.info(text)

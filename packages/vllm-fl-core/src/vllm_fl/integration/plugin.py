@@ -1,0 +1,122 @@
+"""What is installed into vLLM, and when.
+
+At load time as little as possible: the names of our environment variables, a
+wrap of the method that makes an engine's configuration, and a hook on the first
+layer. The layers are replaced when the first one is built: that is after a
+vendor's plugin has registered its own, after the device is set, and only in
+processes that build layers at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+from typing import Any
+
+from vllm_fl.dispatch import get_discovered_plugins
+from vllm_fl.dispatch import get_policy
+from vllm_fl.dispatch._config import VARIABLES
+from vllm_fl.dispatch._config import boolean_variable
+from vllm_fl.dispatch._config import unread_variables
+from vllm_fl.integration import engine
+from vllm_fl.integration import layers
+from vllm_fl.integration.log import logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+#: The oldest vLLM that is supported, and the first that is not.
+OLDEST_VLLM = (0, 26)
+FIRST_UNKNOWN_VLLM = (0, 34)
+
+_installed = False
+
+
+def install() -> None:
+    """Install the plug-in into this process's vLLM, once.
+
+    Raises:
+        PolicyError: the configuration is wrong.
+    """
+    global _installed
+    if _installed:
+        return
+    problem = unsupported_vllm()
+    if problem:
+        logger.warning("vllm-fl is off, vLLM runs natively: %s", problem)
+        _installed = True
+        return
+    get_policy()
+    plugin_variables = frozenset(name for p in get_discovered_plugins() for name in p.variables)
+    _teach_environment({*VARIABLES, *plugin_variables})
+    for name, hint in unread_variables(plugin_variables).items():
+        logger.warning("vllm-fl: the environment variable %s is read by nobody.%s", name, hint)
+    enabled = boolean_variable("VLLM_FL_PREFER_ENABLED", True)
+    replaces = boolean_variable("VLLM_FL_OOT_ENABLED", True)
+    layers.check_lists()
+    if enabled and replaces:
+        _wrap_engine_configuration()
+        _at_first_layer(layers.replace_all)
+    else:
+        off = "VLLM_FL_OOT_ENABLED" if enabled else "VLLM_FL_PREFER_ENABLED"
+        logger.info("vllm-fl: %s is off, every layer stays vLLM's own", off)
+    _installed = True
+
+
+def unsupported_vllm() -> str | None:
+    """Say why the installed vLLM is not supported, None if it is."""
+    import vllm
+
+    version = str(vllm.__version__)
+    try:
+        parsed = tuple(int(part) for part in version.split(".")[:2])
+    except ValueError:
+        return f"its version {version!r} cannot be read"
+    if OLDEST_VLLM <= parsed < FIRST_UNKNOWN_VLLM:
+        return None
+    oldest, newest = ".".join(map(str, OLDEST_VLLM)), f"0.{FIRST_UNKNOWN_VLLM[1] - 1}"
+    return f"vLLM {version} is not one of the supported {oldest} to {newest}"
+
+
+def _teach_environment(names: set[str]) -> None:
+    """Make our variables known to vLLM, which warns of every other ``VLLM_*``.
+
+    Every entry of this dict is part of vLLM's compile-cache key. The fingerprint
+    says there all that may change a graph, so that the others are constant.
+    """
+    from vllm import envs
+
+    for name in names - {engine.FINGERPRINT_VARIABLE}:
+        envs.environment_variables.setdefault(name, _constant)
+    envs.environment_variables[engine.FINGERPRINT_VARIABLE] = engine.fingerprint
+
+
+def _constant() -> str:
+    return ""
+
+
+def _wrap_engine_configuration() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine.ship_policy(self)
+        return original(self, *args, **kwargs)
+
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def _at_first_layer(function: Callable[[], None]) -> None:
+    """Call ``function`` before the process builds its first layer, and only then."""
+    from vllm.model_executor.custom_op import CustomOp
+
+    original = CustomOp.__new__
+
+    def first_layer(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        CustomOp.__new__ = original
+        function()
+        return original(cls, *args, **kwargs)
+
+    CustomOp.__new__ = first_layer
