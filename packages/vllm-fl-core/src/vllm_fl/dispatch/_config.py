@@ -7,12 +7,13 @@ variable, or ``file:line``. Nothing is guessed and nothing is ignored.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch._log import get_logger
-from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch._suggest import did_you_mean
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.policy import check_order
@@ -21,7 +22,6 @@ from vllm_fl.dispatch.policy import check_prefer
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Iterator
-    from collections.abc import Mapping
 
 logger = get_logger(__name__)
 
@@ -43,6 +43,9 @@ VARIABLES: Mapping[str, str] = {
     "VLLM_FL_TRACE_DIR": "a folder where every process writes what served each operator",
     "VLLM_FL_DISPATCH_FINGERPRINT": "written by vllm-fl into vLLM's compile-cache key; never set it",
 }
+
+#: The variables that ``VLLM_FL_CONFIG`` does not replace and that are on or off.
+_SWITCHES = ("VLLM_FL_PREFER_ENABLED", "VLLM_FL_OOT_ENABLED")
 
 #: The variables that ``VLLM_FL_CONFIG`` replaces, and the keys that they set.
 _POLICY_VARIABLES = {
@@ -184,6 +187,8 @@ def policy_from_environment() -> SelectionPolicy:
         PolicyError: a value is wrong; the message begins with the variable or
             ``file:line``.
     """
+    for name in _SWITCHES:
+        boolean_variable(name, True)
     path = variable("VLLM_FL_CONFIG")
     given = {name: text for name in _POLICY_VARIABLES if (text := variable(name)) is not None}
     if path is not None:
@@ -201,7 +206,13 @@ def policy_from_environment() -> SelectionPolicy:
 
 
 def policy_from_values(values: Mapping[str, Any], place: str) -> SelectionPolicy:
-    """Make a policy from a mapping with the keys of the YAML file; no line numbers."""
+    """Make a policy from a mapping with the keys of the YAML file; no line numbers.
+
+    Raises:
+        PolicyError: it is no mapping, or a value is wrong.
+    """
+    if not isinstance(values, Mapping):
+        raise PolicyError(f"{place}: must be a mapping of keys to values, not {values!r}.")
     read, sources = {}, {}
     for key, value in values.items():
         with _at(place):
@@ -217,8 +228,7 @@ def _read(key: object, value: object) -> Any:
         return {op_name: _order(op_name, order) for op_name, order in value.items()}
     if not isinstance(key, str) or key not in _READERS:
         known = (*_READERS, "op_backends")
-        hint = suggest(key, known) if isinstance(key, str) else ""
-        raise PolicyError(f"unknown key {key!r}; keys are {', '.join(known)}.{hint}")
+        raise PolicyError(f"unknown key {key!r}; keys are {', '.join(known)}.{did_you_mean(key, known)}")
     try:
         return _READERS[key](value)
     except PolicyError as error:
@@ -267,7 +277,11 @@ def policy_from_file(path: str, asked_by: str | None = None) -> SelectionPolicy:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"{path}:{mark.line + 1}" if mark else path
-        raise PolicyError(f"{place}: is no YAML: {error.problem}") from None
+        problem = ", ".join(filter(None, (error.context, error.problem)))
+        raise PolicyError(f"{place}: is no YAML: {problem}.") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise PolicyError(f"{path}:{line}: is no YAML: it holds {chr(error.character)!r}.") from None
     except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
         raise PolicyError(f"{path}: is no YAML: {error}") from None
     return _policy(values, sources, takes_defaults=False)
@@ -297,7 +311,7 @@ def unread_variables(read_by_plugins: frozenset[str] = frozenset()) -> dict[str,
     """Return the ``VLLM_FL_*`` variables that nobody reads, each with a hint."""
     known = {*VARIABLES, *read_by_plugins}
     return {
-        name: suggest(name, known) if suggest(name, known).startswith(" Did") else ""
+        name: did_you_mean(name, known)
         for name in sorted(os.environ)
         if name.startswith("VLLM_FL_") and name not in known
     }

@@ -65,16 +65,13 @@ class Candidate:
     traceable: bool = False
 
 
-class _Restored(Exception):  # noqa: N818 - never seen outside this module
-    """The implementation raised, and what it may have written has been put back."""
-
-
 def _generated(
     operator_name: str, signature: inspect.Signature | None, body: str, names: dict[str, Any]
 ) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], None]]:
     """Compile a function with the operator's signature; ``{call}`` passes everything on.
 
-    Returns the function and a setter of its variable ``first``.
+    Every name that it uses begins with an underscore, so that an operator may
+    call a parameter ``first``. Returns the function and a setter of ``_first``.
     """
     names = dict(names)
     if signature is None:
@@ -92,8 +89,8 @@ def _generated(
             if parameter.default is parameter.empty:
                 heads.append(name)
             else:
-                names[f"default_of_{name}"] = parameter.default
-                heads.append(f"{name}=default_of_{name}")
+                names[f"_default_of_{name}"] = parameter.default
+                heads.append(f"{name}=_default_of_{name}")
             calls.append(f"{name}={name}" if keyword_only else name)
             (keywords if keyword_only else positional).append(name)
         head, call = ", ".join(heads), ", ".join(calls)
@@ -102,39 +99,39 @@ def _generated(
     lines = body.format(call=call, packed=packed).splitlines()
     source = "\n".join(
         [
-            f"def make({', '.join({'first': None, **names})}):",
+            f"def make({', '.join({'_first': None, **names})}):",
             f"    def {operator_name}({head}):",
             *("        " + line for line in lines),
-            "    def set_first(new):",
-            "        nonlocal first",
-            "        first = new",
-            f"    return {operator_name}, set_first",
+            "    def _set_first(new):",
+            "        nonlocal _first",
+            "        _first = new",
+            f"    return {operator_name}, _set_first",
         ]
     )
     namespace: dict[str, Any] = {"__name__": __name__}
     exec(compile(source, f"<vllm-fl guard of {operator_name}>", "exec"), namespace)  # noqa: S102
-    made: tuple[Callable[..., Any], Any] = namespace["make"](**{"first": None, **names})
+    made: tuple[Callable[..., Any], Any] = namespace["make"](**{"_first": None, **names})
     return made
 
 
+# `_tried` says whose exception it is: by the time that it is looked at, another
+# thread may have replaced `_first`.
 _GUARD = """\
+_tried = _first
 try:
-    return first({call})
-except Exception as error:
-    return recover(error, {packed})"""
+    return _tried({call})
+except Exception as _error:
+    return _recover(_error, _tried, {packed})"""
 
 _GUARD_WITH_PREDICATE = """\
+_tried = None
 try:
-    if supports({call}) is True:
-        return first({call})
-except Exception as error:
-    return recover(error, {packed})
-return rest({call})"""
-
-_STRICT_WITH_PREDICATE = """\
-if supports({call}) is True:
-    return first({call})
-return rest({call})"""
+    if _supports({call}) is True:
+        _tried = _first
+        return _tried({call})
+except Exception as _error:
+    return _recover(_error, _tried, {packed})
+return _rest({call})"""
 
 
 def adapt(operator: Operator | None, fn: Callable[..., Any]) -> Callable[..., Any]:

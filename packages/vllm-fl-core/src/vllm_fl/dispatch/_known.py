@@ -87,7 +87,9 @@ def check_names(
         )
 
     def check(kind: str, name: str, known: set[str], key: str) -> None:
-        if name not in known and not any(name.removeprefix("vendor.") in plugin for plugin in broken):
+        # "vendor.acme.fast" may be of a plugin "acme" or of "vllm-plugin-acme".
+        owner = name.split(".")[1] if "." in name else name
+        if name not in known and not any(owner in plugin for plugin in broken):
             raise PolicyError(f"{place(key)}: unknown {kind} {name!r}.{suggest(name, known)}")
 
     for op_name, order in policy.per_op_order:

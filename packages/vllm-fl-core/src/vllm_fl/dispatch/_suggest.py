@@ -8,12 +8,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` or the list of what is known, or ``""``."""
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?``, or ``""`` where nothing known is near."""
     from difflib import get_close_matches  # only for an error message
 
+    by_lower = {choice.lower(): choice for choice in sorted(known)}
+    close = get_close_matches(name.lower(), by_lower, n=1) if isinstance(name, str) else []
+    return f" Did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` or the list of what is known, or ``""``."""
     choices = sorted(known)
-    close = get_close_matches(name, choices, n=1, cutoff=0.6)
-    if close:
-        return f" Did you mean {close[0]!r}?"
-    return f" Known: {', '.join(choices)}." if choices else ""
+    return did_you_mean(name, choices) or (f" Known: {', '.join(choices)}." if choices else "")

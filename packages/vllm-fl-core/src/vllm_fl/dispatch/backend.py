@@ -98,16 +98,17 @@ class Backend(Operators):
 
     def implementations(self) -> list[OpImpl]:
         """Return an :class:`OpImpl` for every operator that the class overrides."""
+        return [impl for op_name in OPERATORS if (impl := self.implementation_of(op_name))]
+
+    def implementation_of(self, op_name: str) -> OpImpl | None:
+        """Return the :class:`OpImpl` of an operator of the core, None where it is not overridden."""
+        if getattr(type(self), op_name) is getattr(Operators, op_name):
+            return None
+        method = getattr(self, op_name)
+        options = dict(getattr(method, _OPTIONS, {}))
+        priority = options.pop("priority", None)
         impl_id = f"{self.kind.prefix}.{self.vendor or self.name}"
-        found = []
-        for op_name in OPERATORS:
-            method = getattr(self, op_name)
-            if getattr(type(self), op_name, None) is getattr(Operators, op_name):
-                continue
-            options = dict(getattr(method, _OPTIONS, {}))
-            priority = options.pop("priority", None)
-            found.append(OpImpl(op_name, impl_id, self.kind, method, self.vendor, priority, **options))
-        return found
+        return OpImpl(op_name, impl_id, self.kind, method, self.vendor, priority, **options)
 
 
 class _Availability:
@@ -189,6 +190,8 @@ def availability(impl: OpImpl) -> str | None:
     if reason is None:
         try:
             reason = backend.missing(impl.op_name)
-        except Exception as error:  # noqa: BLE001 - the reason, like every other
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - the reason, as above
             reason = describe(error)
     return reason

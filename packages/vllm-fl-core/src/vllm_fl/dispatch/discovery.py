@@ -8,12 +8,13 @@ nothing where it raises. A broken plugin costs the user that plugin and one line
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from dataclasses import dataclass
 from dataclasses import replace
 from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 from typing import Any
@@ -21,10 +22,11 @@ from typing import Any
 from vllm_fl.dispatch._config import names_variable
 from vllm_fl.dispatch._known import owner_of
 from vllm_fl.dispatch._log import get_logger
-from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch._suggest import did_you_mean
 from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.errors import RegistrationError
+from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.registry import PluginRecord
 from vllm_fl.dispatch.types import Origin
@@ -85,6 +87,16 @@ class _Stage(OpRegistry):
                 self.impls.append(owned)
         self.backends.extend(backends)
 
+    def register_backend(self, backend: Backend) -> None:
+        """Register what is right of it; see :meth:`commit`."""
+        impls = []
+        for op_name in OPERATORS:
+            try:
+                impls.append(backend.implementation_of(op_name))
+            except RegistrationError as error:
+                self.problems.append(str(error))
+        self.commit(impls=tuple(impl for impl in impls if impl), backends=(backend,))
+
     def _try(self, **one: Any) -> bool:
         try:
             super().commit(**one)
@@ -132,7 +144,7 @@ def discover_plugins(registry: OpRegistry) -> list[PluginRecord]:
             if name not in known:
                 raise PolicyError(
                     f"{PLUGINS_ENV}: no plugin {name!r} is installed; installed are "
-                    f"{', '.join(sorted(known)) or 'none'}.{_did_you_mean(name, known)}"
+                    f"{', '.join(sorted(known)) or 'none'}.{did_you_mean(name, known)}"
                 )
     for plugin in found:
         if plugin.name in registry.plugins:
@@ -151,11 +163,6 @@ def discover_plugins(registry: OpRegistry) -> list[PluginRecord]:
     return list(registry.plugins.values())
 
 
-def _did_you_mean(name: str, known: list[str]) -> str:
-    hint = suggest(name, known)
-    return hint if hint.startswith(" Did") else ""
-
-
 def _title(record: PluginRecord) -> str:
     return f"plugin {record.name!r} of {record.distribution} {record.version}".rstrip()
 
@@ -166,8 +173,9 @@ def _installed() -> list[_Found]:
     found = []
     for entry in metadata.entry_points(group=PLUGIN_GROUP):
         distribution = entry.dist
-        name = distribution.name if distribution else "?"
-        version = distribution.version if distribution else "?"
+        # Both are None where the METADATA file is damaged.
+        name = (distribution and distribution.name) or "?"
+        version = (distribution and distribution.version) or "?"
         found.append(_Found(Origin(name, version, entry.name), entry.name, entry.value))
     # Two distributions may use one name: the owner of a reserved name comes
     # first, then the order of names, so that every process chooses alike.
@@ -220,12 +228,14 @@ def _load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
     except BaseException as error:
         if (
             isinstance(error, ModuleNotFoundError)
-            and error.name == module_name.partition(".")[0]
+            and f"{module_name}.".startswith(f"{error.name}.")
             and plugin.origin.distribution == PLUGIN_MODULES_ENV
         ):
             raise PolicyError(f"{PLUGIN_MODULES_ENV}: there is no module {module_name!r}.") from None
         logger.debug("plugin %r failed", plugin.name, exc_info=True)
         return plugin.record("failed", f"{describe(error)}{_line_of(error)}", api_version=api)
+    if stage.problems and not stage.impls and not stage.operators:
+        return plugin.record("failed", "; ".join(stage.problems), api_version=api)
     try:
         registry.commit(
             impls=tuple(stage.impls),
@@ -245,7 +255,7 @@ def _load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
 
 
 def _declared_api(module_name: str) -> int | None:
-    """Read the literal VLLM_FL_PLUGIN_API without running the module.
+    """Read the literal VLLM_FL_PLUGIN_API without running the module or its package.
 
     A plugin for a newer API may not even import here, and that would be the
     wrong thing to say.
@@ -253,7 +263,12 @@ def _declared_api(module_name: str) -> int | None:
     loaded = sys.modules.get(module_name)
     if loaded is not None:
         return getattr(loaded, "VLLM_FL_PLUGIN_API", None)
-    spec = importlib.util.find_spec(module_name)
+    package, *inner = module_name.split(".")
+    spec = find_spec(package)
+    for name in inner:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = PathFinder.find_spec(f"{spec.name}.{name}", spec.submodule_search_locations)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
     with open(spec.origin, encoding="utf-8", errors="replace") as file:

@@ -149,6 +149,7 @@ class OpManager:
     def __init__(self, registry: OpRegistry | None = None) -> None:
         self.registry = registry if registry is not None else OpRegistry()
         self._discovers = registry is None
+        self._is_discovering = False
         self._lock = ForkSafeLock()
         self._plan: Plan | None = None
         self._frozen_snapshot: OpRegistrySnapshot | None = None
@@ -207,7 +208,8 @@ class OpManager:
     def _fill(self, table: _Table, op_name: str) -> Callable[..., Any]:
         """Resolve an operator into a table, unless the world has moved on meanwhile."""
         self.ensure_initialized()
-        policy = table.policy if table.policy is not None else self._global_policy()
+        policy = table.policy if table.policy is not None else global_policy()
+        self.check_policy(policy)
         snapshot, failed = self.snapshot(), self._failed
         resolved = self._resolve(op_name, policy, snapshot)
         with self._lock:
@@ -220,8 +222,8 @@ class OpManager:
         """Return what is chosen from: the registry's snapshot, that of the freeze while frozen."""
         return self._frozen_snapshot or self.registry.snapshot()
 
-    def _global_policy(self) -> SelectionPolicy:
-        policy = global_policy()
+    def _policy_in_force(self) -> SelectionPolicy:
+        policy = _context.get() or global_policy()
         self.check_policy(policy)
         return policy
 
@@ -233,7 +235,9 @@ class OpManager:
         """
         if policy is self._checked:
             return
-        self._discover()
+        self.discover()
+        if self._is_discovering:
+            return  # a plugin asks, and not every name is known yet
         broken = [f"{r.name} {r.distribution}" for r in self.registry.plugins.values() if r.state != "loaded"]
         check_names(policy, self.registry.snapshot(), broken)
         self._checked = policy
@@ -256,7 +260,7 @@ class OpManager:
             wrap: applied to every candidate but the native one.
         """
         self.ensure_initialized()
-        policy = _context.get() or self._global_policy()
+        policy = self._policy_in_force()
         candidate = _guard.Candidate(NATIVE, native, traceable=True)
         return self._resolve(op_name, policy, self.snapshot(), candidate, only_traceable, wrap)
 
@@ -344,24 +348,34 @@ class OpManager:
         """
         if self._ready_in == os.getpid():
             return
-        self._discover()
-        if _context.get() is None:
-            self._global_policy()
-        self._ready_in = os.getpid()
+        self.discover()
+        self._policy_in_force()
+        if not self._is_discovering:
+            self._ready_in = os.getpid()
 
-    def _discover(self) -> None:
+    def discover(self) -> None:
+        """Load the plugins, once, and ask neither a policy nor a backend anything.
+
+        Raises:
+            PolicyError: a variable that says which plugins to load is wrong.
+        """
         if not self._discovers:
             return
         problem = level_from_environment()
         if problem:
             raise PolicyError(problem)
         with self._lock:
-            if not self._discovers:
+            # A plugin may ask for the policy while it is loaded, by this thread.
+            if not self._discovers or self._is_discovering:
                 return
             from vllm_fl.dispatch.discovery import discover_plugins
 
-            discover_plugins(self.registry)
-            self._discovers = False
+            self._is_discovering = True
+            try:
+                discover_plugins(self.registry)
+                self._discovers = False
+            finally:
+                self._is_discovering = False
 
     def explain(self, op_name: str, *, native: bool = False) -> Decision:
         """Return the decision that the policy in force makes for an operator.
@@ -374,7 +388,7 @@ class OpManager:
             UnknownOperatorError: no such operator.
         """
         self.ensure_initialized()
-        policy = _context.get() or self._global_policy()
+        policy = self._policy_in_force()
         snapshot = self.snapshot()
         if not native:
             try:
@@ -471,7 +485,7 @@ class OpManager:
             if self._plan is not None:
                 return self._plan
             self.ensure_initialized()
-            policy = _context.get() or self._global_policy()
+            policy = self._policy_in_force()
             snapshot = self.registry.snapshot()
             table = _Table(self, policy)
             choices: dict[str, str | None] = {}
@@ -546,6 +560,7 @@ class OpManager:
         self._proven = set()
         self._warned = set()
         self._ready_in = 0
+        self._is_discovering = False
         self._new_tables()
 
 
@@ -579,6 +594,9 @@ def reset_default_manager() -> None:
     """
     global _default
     with _default_lock:
+        # Whoever still holds it must not keep policies from being changed.
+        if _default is not None:
+            _default.thaw()
         _default = None
 
 

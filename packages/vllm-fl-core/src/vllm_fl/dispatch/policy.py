@@ -18,7 +18,7 @@ from typing import Any
 from typing import Protocol
 
 from vllm_fl.dispatch._fork import ForkSafeLock
-from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch._suggest import did_you_mean
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.types import BackendImplKind
@@ -180,8 +180,9 @@ def check_prefer(value: object) -> str:
         PolicyError: it is not.
     """
     if value not in KINDS:
-        hint = suggest(value, KINDS) if isinstance(value, str) else ""
-        raise PolicyError(f"prefer must be one of {', '.join(KINDS)}, not {value!r}.{hint}")
+        raise PolicyError(
+            f"prefer must be one of {', '.join(KINDS)}, not {value!r}.{did_you_mean(value, KINDS)}"
+        )
     return str(value)
 
 
@@ -204,9 +205,9 @@ def check_order(op_name: object, tokens: object) -> tuple[str, ...]:
                 raise PolicyError(f"token {token!r} of {op_name!r} names nothing after the colon.")
         elif token not in KINDS:
             known = (*KINDS, "vendor:<name>", "impl:<impl_id>")
-            hint = suggest(token, KINDS) if isinstance(token, str) else ""
             raise PolicyError(
-                f"{token!r} in the order of {op_name!r} is no token; tokens are {', '.join(known)}.{hint}"
+                f"{token!r} in the order of {op_name!r} is no token; tokens are {', '.join(known)}."
+                f"{did_you_mean(token, KINDS)}"
             )
     if len(set(tokens)) != len(tokens):
         raise PolicyError(f"the order of {op_name!r} names a token twice: {'|'.join(tokens)}.")

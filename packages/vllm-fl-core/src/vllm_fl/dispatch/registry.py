@@ -21,6 +21,7 @@ from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.ops import Operator
 from vllm_fl.dispatch.ops import declaration_of
+from vllm_fl.dispatch.types import OpImpl
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm_fl.dispatch.backend import Backend
-    from vllm_fl.dispatch.types import OpImpl
     from vllm_fl.dispatch.types import Origin
 
 
@@ -215,6 +215,8 @@ def _add_operator(declared: dict[str, Operator], operator: Operator) -> str | No
 def _add_impl(
     by_op: dict[str, tuple[OpImpl, ...]], declared: Mapping[str, Operator], impl: OpImpl
 ) -> str | None:
+    if not isinstance(impl, OpImpl):
+        return f"{impl!r} is no OpImpl"
     what = f"{impl.impl_id} of {impl.op_name}"
     siblings = by_op.get(impl.op_name, ())
     for sibling in siblings:

@@ -9,6 +9,7 @@ from vllm_fl.dispatch import decision as status
 from vllm_fl.dispatch._known import check_names
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.backend import Backend
 from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.decision import CandidateReport
 from vllm_fl.dispatch.decision import Decision
@@ -16,7 +17,6 @@ from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.errors import UnknownOperatorError
 from vllm_fl.dispatch.registry import signature_problem
 from vllm_fl.dispatch.types import NATIVE
-from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl.dispatch.types import match_token
 
 if TYPE_CHECKING:
@@ -106,10 +106,18 @@ def _rejection(
         return status.FAILED, f"set aside after it raised {failed[impl.impl_id]}"
     try:
         fn = impl.load()
-    except Exception as error:  # noqa: BLE001 - the reason, like every other
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - SystemExit too, as of is_available()
         return status.UNAVAILABLE, f"cannot be loaded: {describe(error)}"
+    if not isinstance(impl.fn, str):
+        return None
+    # What registration and the first question could not see before it was loaded.
+    reason = replace(impl, fn=fn).unavailable_reason()
+    if reason is not None:
+        return status.UNAVAILABLE, f"not available: {reason}"
     operator = snapshot.operators.get(impl.op_name)
-    problem = signature_problem(operator, fn) if operator and isinstance(impl.fn, str) else None
+    problem = signature_problem(operator, fn) if operator else None
     return (status.UNAVAILABLE, problem) if problem else None
 
 
@@ -129,24 +137,8 @@ def effective(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> Selectio
 
     They are not explicit themselves: installing a wheel is no wish of the user's.
     """
-    backends = [b for b in snapshot.backends if b.kind is BackendImplKind.VENDOR]
-    if not policy.takes_defaults or not any(backend.default_policy for backend in backends):
-        return policy
-    impls = [impl for impls in snapshot.impls_by_op.values() for impl in impls if impl.vendor]
-    available = {impl.vendor for impl in impls if impl.is_available()}
-    defaults = next((b.default_policy for b in backends if {b.vendor} == available), None)
-    if not defaults:
-        return policy
-    from vllm_fl.dispatch._config import policy_from_values
-
-    place = f"the packaged defaults of {available.pop()}"
-    try:
-        packaged = policy_from_values(defaults, place)
-        check_names(packaged, snapshot)
-    except PolicyError as error:
-        if place not in _reported:
-            _reported.add(place)
-            logger.error("%s They are not used.", error)
+    packaged = _packaged_defaults(snapshot) if policy.takes_defaults else None
+    if packaged is None:
         return policy
 
     def pick(key: str) -> SelectionPolicy:
@@ -161,6 +153,31 @@ def effective(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> Selectio
         allow_vendors=pick("allow_vendors").allow_vendors,
         sources={**packaged.sources, **policy.sources},
     )
+
+
+def _packaged_defaults(snapshot: OpRegistrySnapshot) -> SelectionPolicy | None:
+    """Return the only available vendor's packaged defaults; None where they are bad, with one line."""
+    backends = [b for b in snapshot.backends if type(b).default_policy is not Backend.default_policy]
+    if not backends:
+        return None
+    impls = [impl for impls in snapshot.impls_by_op.values() for impl in impls if impl.vendor]
+    available = {impl.vendor for impl in impls if impl.is_available()}
+    backend = next((b for b in backends if {b.vendor} == available), None)
+    if backend is None:
+        return None
+    from vllm_fl.dispatch._config import policy_from_values
+
+    place = f"the packaged defaults of {backend.vendor}"
+    try:
+        packaged = policy_from_values(backend.default_policy, place)
+        check_names(packaged, snapshot)
+    except Exception as error:  # noqa: BLE001 - a plugin's fault costs that plugin's defaults
+        if place not in _reported:
+            _reported.add(place)
+            problem = error if isinstance(error, PolicyError) else f"{place}: {describe(error)}."
+            logger.error("%s They are not used.", problem)
+        return None
+    return packaged
 
 
 _reported: set[str] = set()

@@ -47,6 +47,8 @@ class Recorder:
         self._facts: dict[str, Any] = {}
         self._version = 0
         self._thread: threading.Thread | None = None
+        #: Calls are not counted, as those that only try an implementation out.
+        self.is_paused = False
         after_fork_in_child(self._start_anew)
         atexit.register(self.write)
 
@@ -61,6 +63,8 @@ class Recorder:
 
     def called(self, op_name: str, impl_id: str, args: tuple[Any, ...]) -> None:
         """Count one call and its dtypes and shapes."""
+        if self.is_paused:
+            return
         described = ", ".join(map(_describe, args))
         with self._lock:
             entry = self._entry(op_name, impl_id)

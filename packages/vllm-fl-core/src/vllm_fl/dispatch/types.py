@@ -141,6 +141,7 @@ class OpImpl:
         """Return ``fn``, imported the first time where it is ``"module:function"``.
 
         Raises:
+            TypeError: what it names cannot be called.
             Exception: whatever the import raises.
         """
         if not isinstance(self.fn, str):
@@ -152,6 +153,8 @@ class OpImpl:
                 found: Any = importlib.import_module(module)
                 for name in attribute.split("."):
                     found = getattr(found, name)
+                if not callable(found):
+                    raise TypeError(f"{self.fn} is {found!r}, not a function")
                 loaded = _loaded[self.fn] = found
         return loaded
 

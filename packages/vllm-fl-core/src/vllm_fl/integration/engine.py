@@ -104,10 +104,10 @@ def begin(vllm_config: Any) -> Plan | None:
     if record is not None:
         record.fact("fingerprint", plan.fingerprint)
         record.fact("policy", plan.policy)
-    served = ", ".join(f"{op} {impl_id}" for op, impl_id in plan.choices.items() if impl_id)
+    wheels = ", ".join(f"{name} {version}" for name, version in plan.wheels.items())
     logger.info(
-        "vllm-fl: %s; policy %s, fingerprint %s; `vllm-fl explain --all` says why",
-        served or "no implementation is installed, every layer stays vLLM's own",
+        "vllm-fl: implementations of %s; policy %s, fingerprint %s; `vllm-fl explain --all` shows every choice",
+        wheels or "no wheel (install one; every layer stays vLLM's own)",
         plan.policy,
         plan.fingerprint,
     )

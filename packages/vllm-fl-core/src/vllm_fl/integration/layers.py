@@ -230,7 +230,9 @@ def _classes(binding: Binding) -> list[tuple[type, str | None]]:
 
 
 def _descendants(cls: type) -> list[type]:
-    found = {sub.__name__: sub for sub in cls.__subclasses__() if not issubclass(sub, Served)}
+    found: dict[str, type] = {
+        sub.__name__: sub for sub in cls.__subclasses__() if not issubclass(sub, Served)
+    }
     for sub in list(found.values()):
         found.update({further.__name__: further for further in _descendants(sub)})
     return [found[name] for name in sorted(found)]
@@ -284,7 +286,7 @@ def replace_all() -> None:
         record.fact("skipped_layers", skipped)
 
 
-@torch._dynamo.assume_constant_result
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _note_graph(op_name: str, impl_id: str) -> bool:
     """Note a trace. Dynamo runs it while it traces and keeps nothing of it in the graph."""
     record = trace.recorder()
@@ -335,7 +337,10 @@ def _decide(layer: Any, binding: Binding) -> None:
             chosen, form, operator = _operator(layer, binding, own, compiled=compiled)
         else:
             chosen, form, operator = NATIVE, "plain", None
-            _say_once(f"vllm-fl: {name} stays vLLM's own: {reason}")
+        if operator is not None:
+            _say_once(f"vllm-fl: {name} is served by {chosen} ({binding.op_name}, {form})")
+        else:
+            _say_once(f"vllm-fl: {name} stays vLLM's own: {reason or 'the policy chooses it'}")
     except (PolicyError, NoImplementationError, _StrictFailure):
         raise
     except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
@@ -418,7 +423,10 @@ def _first_call(layer: Any, binding: Binding, resolved: Resolved, function: Call
     key = (binding.op_name, resolved.decision.impl_id, first.shape[-1], first.dtype, str(first.device))
     if key in _first_calls or first.device.type == "meta":
         return
+    record = trace.recorder()
     try:
+        if record is not None:
+            record.is_paused = True
         with torch.no_grad():
             function(*arguments)
     except NotImplementedError:
@@ -430,6 +438,9 @@ def _first_call(layer: Any, binding: Binding, resolved: Resolved, function: Call
                 f"policy is strict: {type(error).__name__}: {error}"
             ) from error
         raise
+    finally:
+        if record is not None:
+            record.is_paused = False
     _first_calls.add(key)
 
 

@@ -1,0 +1,178 @@
+"""``vllm-fl list`` and ``vllm-fl explain``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from typing import Any
+
+from vllm_fl.cli.output import Problem
+from vllm_fl.dispatch import DispatchError
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch._known import install_hint
+
+if TYPE_CHECKING:
+    import argparse
+
+    from vllm_fl.cli.output import Output
+    from vllm_fl.dispatch import OpManager
+
+_WHAT = ("ops", "backends", "plugins")
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``list`` and ``explain``."""
+    parser = commands.add_parser(
+        "list",
+        help="what is installed",
+        description="List the plugins, the backends and the operators. Imports no vendor library.",
+        epilog="example: vllm-fl list ops --json",
+    )
+    parser.add_argument("what", nargs="?", choices=_WHAT, help="only these; all three if left out")
+    parser.add_argument(
+        "--probe", action="store_true", help="ask each backend whether it is available (imports its library)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_list)
+
+    parser = commands.add_parser(
+        "explain",
+        help="what runs for an operator, and why",
+        description="Show the decision that the policy in force makes for an operator.",
+        epilog="example: VLLM_FL_PREFER=reference vllm-fl explain rms_norm",
+    )
+    parser.add_argument("op", nargs="?", metavar="OP", help="an operator, such as rms_norm")
+    parser.add_argument("--all", action="store_true", help="every operator")
+    parser.add_argument(
+        "--native", action="store_true", help="with vLLM's own path, as a layer of vLLM decides"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_explain, usage=parser.error)
+
+
+def _list(arguments: argparse.Namespace, output: Output) -> int:
+    manager = get_default_manager()
+    try:
+        manager.discover()
+    except DispatchError as error:
+        raise Problem(str(error)) from None
+    wanted = [arguments.what] if arguments.what else list(_WHAT)
+    makers = {"plugins": _plugins, "backends": _backends, "ops": _operators}
+    found = {what: makers[what](manager, arguments.probe) for what in wanted}
+    if arguments.json:
+        output.object({"operators" if what == "ops" else what: rows for what, rows in found.items()})
+        return 0
+    if "plugins" in found:
+        rows = [
+            [r["name"], r["distribution"], r["version"], r["state"], r["reason"]] for r in found["plugins"]
+        ]
+        output.table("Plugins", ("plugin", "distribution", "version", "state", "why"), rows)
+    if "backends" in found:
+        rows = [
+            [r["impl_id"], r["kind"], r["distribution"], len(r["operators"]), _availability(r)]
+            for r in found["backends"]
+        ]
+        output.table("Backends", ("implementation", "kind", "wheel", "operators", "available"), rows)
+    if "ops" in found:
+        rows = [[r["name"], ", ".join(r["impl_ids"]) or "-", r["contract"]] for r in found["ops"]]
+        output.table("Operators", ("operator", "implementations", "contract"), rows)
+    return 0
+
+
+def _availability(row: dict[str, Any]) -> str:
+    if row["available"] is None:
+        return "not asked (--probe asks)"
+    return "yes" if row["available"] else f"no: {row['reason']}"
+
+
+def _plugins(manager: OpManager, probe: bool) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": record.name,
+            "distribution": record.distribution,
+            "version": record.version,
+            "source": record.source,
+            "api_version": record.api_version,
+            "state": record.state,
+            "reason": record.reason,
+            "operators": list(record.operators),
+        }
+        for record in manager.registry.plugins.values()
+    ]
+
+
+def _backends(manager: OpManager, probe: bool) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for op_name, impls in sorted(manager.registry.snapshot().impls_by_op.items()):
+        for impl in impls:
+            row = found.setdefault(
+                impl.impl_id,
+                {
+                    "impl_id": impl.impl_id,
+                    "kind": impl.kind.value,
+                    "vendor": impl.vendor,
+                    "distribution": impl.origin.distribution if impl.origin else None,
+                    "version": impl.origin.version if impl.origin else None,
+                    "operators": [],
+                    "available": None,
+                    "reason": None,
+                },
+            )
+            row["operators"].append(op_name)
+            if probe and row["available"] is not True:
+                row["reason"] = impl.unavailable_reason()
+                row["available"] = row["reason"] is None
+    return [found[impl_id] for impl_id in sorted(found)]
+
+
+def _operators(manager: OpManager, probe: bool) -> list[dict[str, Any]]:
+    snapshot = manager.registry.snapshot()
+    rows = []
+    for name in sorted({*snapshot.operators, *snapshot.impls_by_op}):
+        operator = snapshot.operators.get(name)
+        rows.append(
+            {
+                "name": name,
+                "contract": operator.doc.partition("\n")[0] if operator else "(not declared)",
+                "impl_ids": [impl.impl_id for impl in snapshot.impls_by_op.get(name, ())],
+            }
+        )
+    return rows
+
+
+def _explain(arguments: argparse.Namespace, output: Output) -> int:
+    if bool(arguments.op) == arguments.all:
+        output.error("explain takes an operator, or --all (see vllm-fl explain --help)")
+        return 2
+    manager = get_default_manager()
+    try:
+        manager.ensure_initialized()
+        snapshot = manager.snapshot()
+        names = sorted({*snapshot.operators, *snapshot.impls_by_op}) if arguments.all else [arguments.op]
+        decisions = [manager.explain(name, native=arguments.native) for name in names]
+    except DispatchError as error:
+        raise Problem(str(error)) from None
+    plugins = [r for r in manager.registry.plugins.values() if not r.success]
+    if arguments.json:
+        output.object({"decisions": [d.to_dict() for d in decisions]})
+    elif arguments.all:
+        rows = [[d.op_name, d.impl_id or "-", d.form if d.impl_id else "-", _why(d)] for d in decisions]
+        output.table(
+            f"Operators, order {' > '.join(decisions[0].order)}, policy {decisions[0].policy}",
+            ("operator", "runs", "form", "why"),
+            rows,
+        )
+    else:
+        output.text(str(decisions[0]))
+        if decisions[0].impl_id is None:
+            output.text(install_hint(arguments.op))
+    for record in plugins:
+        output.note(f"plugin {record.name!r} ({record.distribution} {record.version}): {record.reason}")
+    return 1 if arguments.op and decisions[0].impl_id is None else 0
+
+
+def _why(decision: Any) -> str:
+    if decision.impl_id is None:
+        return "nothing is installed" if not decision.candidates else decision.candidates[0].reason
+    passed_over = [c for c in decision.candidates if c.status not in ("chosen", "next")]
+    reasons = [decision.candidates[0].reason, *(f"{c.impl_id} {c.reason}" for c in passed_over)]
+    return "; ".join(reasons)

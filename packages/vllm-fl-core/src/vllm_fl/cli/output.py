@@ -1,0 +1,123 @@
+"""What the command prints: tables for people, one object for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import contextmanager
+from importlib import metadata
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+from typing import Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from collections.abc import Sequence
+    from types import TracebackType
+
+SCHEMA_VERSION = 1
+
+
+class Problem(Exception):  # noqa: N818 - what the user reads, exit code 1
+    """The command found a problem; its text says what and what to do."""
+
+
+def generated_by() -> str:
+    """Return ``vllm-fl-core <version>``."""
+    try:
+        return f"vllm-fl-core {metadata.version('vllm-fl-core')}"
+    except metadata.PackageNotFoundError:
+        return "vllm-fl-core (not installed)"
+
+
+class Output:
+    """Prints for one run of the command.
+
+    Plugins and vendor libraries print on stdout, also from C; while this is
+    entered everything that they print goes to stderr.
+    """
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self._stdout = -1
+
+    def __enter__(self) -> Output:
+        sys.stdout.flush()
+        self._stdout = os.dup(1)
+        os.dup2(2, 1)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        sys.stdout.flush()
+        os.dup2(self._stdout, 1)
+        os.close(self._stdout)
+
+    @contextmanager
+    def _on_stdout(self) -> Iterator[None]:
+        sys.stdout.flush()
+        os.dup2(self._stdout, 1)
+        try:
+            yield
+            sys.stdout.flush()
+        finally:
+            os.dup2(2, 1)
+
+    def object(self, values: dict[str, Any]) -> None:
+        """Print the one object of ``--json``."""
+        head = {"schema_version": SCHEMA_VERSION, "generated_by": generated_by()}
+        with self._on_stdout():
+            print(json.dumps({**head, **values}, indent=2))
+
+    def text(self, text: str = "") -> None:
+        """Print a line for people: on stdout, or on stderr with ``--json``."""
+        if self.as_json:
+            print(text, file=sys.stderr)
+            return
+        with self._on_stdout():
+            print(text)
+
+    def note(self, text: str) -> None:
+        """Print a line about what happens, on stderr."""
+        print(text, file=sys.stderr)
+
+    def error(self, text: str) -> None:
+        """Print what went wrong, on stderr."""
+        print(f"vllm-fl: {text}", file=sys.stderr)
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        """Print a table, with rich where it is installed and stdout is a terminal."""
+        cells = [[("" if cell is None else str(cell)) for cell in row] for row in rows]
+        with self._on_stdout():
+            if find_spec("rich") is not None and sys.stdout.isatty():
+                _print_rich(title, columns, cells)
+            else:
+                print(plain_table(title, columns, cells))
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in plain text."""
+    lines = [list(columns), *map(list, rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    texts = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([title, texts[0], rule, *(texts[1:] or ["(none)"]), ""])
+
+
+def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)
