@@ -93,7 +93,7 @@ def _demo(arguments: argparse.Namespace, output: Output) -> int:
     identical = None if native is None else native["tokens"] == ours["tokens"]
     speed = _speed(ours)
     if arguments.json:
-        output.object(
+        output.json_object(
             {
                 "mode": arguments.mode,
                 "model": model.name,
@@ -121,7 +121,7 @@ def _demo(arguments: argparse.Namespace, output: Output) -> int:
 
 
 def _speed(result: dict[str, Any]) -> float:
-    return round(sum(map(len, result["tokens"])) / result["seconds"], 2)
+    return round(float(sum(map(len, result["tokens"])) / result["seconds"]), 2)
 
 
 def _run(

@@ -59,7 +59,7 @@ def _list(arguments: argparse.Namespace, output: Output) -> int:
     makers = {"plugins": _plugins, "backends": _backends, "ops": _operators}
     found = {what: makers[what](manager, arguments.probe) for what in wanted}
     if arguments.json:
-        output.object({"operators" if what == "ops" else what: rows for what, rows in found.items()})
+        output.json_object({"operators" if what == "ops" else what: rows for what, rows in found.items()})
         return 0
     if "plugins" in found:
         rows = [
@@ -153,7 +153,7 @@ def _explain(arguments: argparse.Namespace, output: Output) -> int:
         raise Problem(str(error)) from None
     plugins = [r for r in manager.registry.plugins.values() if not r.success]
     if arguments.json:
-        output.object({"decisions": [d.to_dict() for d in decisions]})
+        output.json_object({"decisions": [d.to_dict() for d in decisions]})
     elif arguments.all:
         rows = [[d.op_name, d.impl_id or "-", d.form if d.impl_id else "-", _why(d)] for d in decisions]
         output.table(

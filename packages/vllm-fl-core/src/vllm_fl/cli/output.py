@@ -68,7 +68,7 @@ class Output:
         finally:
             os.dup2(2, 1)
 
-    def object(self, values: dict[str, Any]) -> None:
+    def json_object(self, values: dict[str, Any]) -> None:
         """Print the one object of ``--json``."""
         head = {"schema_version": SCHEMA_VERSION, "generated_by": generated_by()}
         with self._on_stdout():

@@ -38,7 +38,7 @@ def _trace(arguments: argparse.Namespace, output: Output) -> int:
     record = merge(arguments.folder)
     operators = served_operators(record)
     if arguments.json:
-        output.object({**record, "served": operators})
+        output.json_object({**record, "served": operators})
         return 0
     output.table(f"What ran ({len(record['processes'])} processes)", COLUMNS, rows(operators))
     return 0

@@ -1,0 +1,1 @@
+"""The operators, by kind: each module holds functions with the operators' signatures."""
