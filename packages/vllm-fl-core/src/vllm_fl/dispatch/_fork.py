@@ -7,31 +7,42 @@ every object that keeps process-local state registers a hook here.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import weakref
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import MethodType
     from types import TracebackType
 
-# Weak references, so that a manager made for a test does not live for ever.
-_hooks: list[weakref.WeakMethod[Callable[[], None]]] = []
+# Weak references, so that a manager made for a test does not live for ever. By
+# number, so that threads add and remove without a lock, which a fork could break.
+_hooks: dict[int, tuple[weakref.ref[Any], Callable[[Any], None]]] = {}
+_numbers = itertools.count()
 
 
 def after_fork_in_child(method: Callable[[], None]) -> None:
     """Call the bound ``method`` in every forked child, for as long as its object lives."""
-    _hooks[:] = [hook for hook in _hooks if hook() is not None]
-    _hooks.append(weakref.WeakMethod(method))
+    number, bound = next(_numbers), cast("MethodType", method)
+
+    # `hooks` is bound here, because a module's globals are gone when the interpreter ends.
+    def forget(_: weakref.ref[Any], hooks: dict[int, Any] = _hooks) -> None:
+        hooks.pop(number, None)
+
+    # No WeakMethod: that of an object in a dying cycle may print an error of its own.
+    _hooks[number] = weakref.ref(bound.__self__, forget), bound.__func__
 
 
 def _run_hooks() -> None:
-    for hook in list(_hooks):
-        method = hook()
-        if method is not None:
-            method()
+    for ref, function in list(_hooks.values()):
+        owner = ref()
+        if owner is not None:
+            function(owner)
 
 
 class ForkSafeLock:

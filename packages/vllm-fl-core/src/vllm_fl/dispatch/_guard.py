@@ -134,107 +134,154 @@ except Exception as _error:
 return _rest({call})"""
 
 
-def adapt(operator: Operator | None, fn: Callable[..., Any]) -> Callable[..., Any]:
+def adapt(
+    operator: Operator | None, fn: Callable[..., Any], *, is_predicate: bool = False
+) -> Callable[..., Any]:
     """Return ``fn`` taking every argument of the contract.
 
-    That is ``fn`` itself where it does. An optional parameter that it lacks (it
-    was written from an older contract) is dropped where it is a hint; where it
-    is not, any value but the default is refused.
+    That is ``fn`` itself where it does, with the contract's defaults. An optional
+    parameter that it lacks (it was written from an older contract) is dropped
+    where it is a hint; where it is not, any value but the default is refused. A
+    predicate may lack any: it does not look at them.
     """
     if operator is None:
         return fn
     try:
-        has = inspect.signature(fn).parameters
+        signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return fn
+    wanted = operator.signature.parameters
+    if is_predicate and _takes_all(signature, operator.signature):
+        return fn
+    has = signature.parameters
     kinds = {p.kind for p in has.values()}
     if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
         return fn
-    wanted = operator.signature.parameters
-    lacks = [name for name in wanted if name not in has]
-    by_name = [n for n in wanted if n in has and has[n].kind is inspect.Parameter.KEYWORD_ONLY]
-    moved = [n for n in by_name if wanted[n].kind is not inspect.Parameter.KEYWORD_ONLY]
-    if not lacks and not moved:
+    places = [n for n, p in has.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    lacks: list[str] = []
+    passed: list[str] = []
+    by_name: list[str] = []
+    is_as_wanted = True
+    for name, parameter in wanted.items():
+        its = places[len(passed)] if len(passed) < len(places) else None
+        takes_more = its is None and inspect.Parameter.VAR_POSITIONAL in kinds and name not in has
+        if parameter.kind is not parameter.KEYWORD_ONLY and (its == name or takes_more):
+            passed.append(name)
+            is_as_wanted &= not takes_more
+        elif name in has or inspect.Parameter.VAR_KEYWORD in kinds:
+            by_name.append(f"{name}={name}")
+            is_as_wanted &= parameter.kind is parameter.KEYWORD_ONLY
+        else:
+            lacks.append(name)
+        if name in has and parameter.default is not parameter.empty:
+            is_as_wanted &= bool(has[name].default == parameter.default)
+    # A positional-only parameter has no name in a call, and the contract gives it one.
+    if is_as_wanted and not lacks and inspect.Parameter.POSITIONAL_ONLY not in kinds:
         return fn
     lines, names = [], {}
     for name in lacks:
-        if name in operator.hints:
+        if is_predicate or name in operator.hints:
             continue
         default = wanted[name].default
         differs = "is not" if default is None or isinstance(default, bool) else "!="
-        names[f"refusal_of_{name}"] = (
+        names[f"_refusal_of_{name}"] = (
             f"{getattr(fn, '__qualname__', fn)} does not take {name!r}, so only its default {default!r}"
         )
-        lines.append(f"if {name} {differs} default_of_{name}:")
-        lines.append(f"    raise NotImplementedError(refusal_of_{name})")
-    passed = []
-    for name, parameter in wanted.items():
-        if name in has:
-            keyword = name in by_name or parameter.kind is parameter.KEYWORD_ONLY
-            passed.append(f"{name}={name}" if keyword else name)
-    lines.append(f"return first({', '.join(passed)})")
+        lines.append(f"if {name} {differs} _default_of_{name}:")
+        lines.append(f"    raise NotImplementedError(_refusal_of_{name})")
+    lines.append(f"return _first({', '.join(passed + by_name)})")
     adapted, set_first = _generated(operator.name, operator.signature, "\n".join(lines), names)
     set_first(fn)
     return adapted
+
+
+def _takes_all(signature: inspect.Signature, wanted: inspect.Signature) -> bool:
+    """Whether the arguments of ``wanted`` bind, whatever ``signature`` calls them."""
+    keyword_only = [n for n, p in wanted.parameters.items() if p.kind is p.KEYWORD_ONLY]
+    try:
+        signature.bind(*[None] * (len(wanted.parameters) - len(keyword_only)), **dict.fromkeys(keyword_only))
+    except TypeError:
+        return False
+    return True
 
 
 class _Level:
     """One candidate and the guard of the rest."""
 
     def __init__(
-        self, name: str, operator: Operator | None, candidate: Candidate, rest: Any, failures: Failures
+        self,
+        name: str,
+        operator: Operator | None,
+        candidate: Candidate,
+        rest: Callable[..., Any] | None,
+        failures: Failures,
+        *,
+        strict: bool,
     ) -> None:
         self.name = name
         self.operator = operator
         self.candidate = candidate
-        self.rest: Callable[..., Any] | None = rest
+        self.rest = rest
         self.failures = failures
+        self.strict = strict
         # Dynamo folds torch's own function to a constant and never looks at the
         # branch that it does not take.
         self.is_tracing = _runtime.tracing_probe()
         self.set_first: Callable[[Callable[..., Any]], None] = lambda _: None
-        # Set aside: `first` is the guard of the rest, which has tried everything.
-        self.is_spent = False
 
-    def recover(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Apply the list "When one fails" to an exception of this candidate."""
-        if self.is_spent or self.rest is None:
+    def recover(
+        self,
+        error: Exception,
+        tried: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Apply the list "When one fails" to what ``tried``, or None for the predicate, raised."""
+        if self.rest is None:
             raise error
         if self.is_tracing():
             if isinstance(error, NotImplementedError):
                 return self.rest(*args, **kwargs)
             raise error
-        return self._recover_eagerly(self.rest, error, args, kwargs)
+        if tried is not None and tried is not self.candidate.fn:
+            raise error  # `insured`, or the rest: the list has been applied to it
+        return self._recover_eagerly(self.rest, error, args, kwargs, is_unwritten=tried is None)
 
     def _recover_eagerly(
-        self, rest: Callable[..., Any], error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        rest: Callable[..., Any],
+        error: Exception,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_unwritten: bool,
     ) -> Any:
-        restored = isinstance(error, _Restored)
-        if restored and isinstance(error.__cause__, Exception):
-            error = error.__cause__
         refused = isinstance(error, NotImplementedError)
         if not refused:
-            self._raise_what_must_not_be_retried(error, args, kwargs, restored)
+            self._raise_what_must_not_be_retried(error, args, kwargs, is_unwritten=is_unwritten)
         try:
             result = rest(*args, **kwargs)
         except Exception as later:
             if _runtime.is_fatal(later):
                 raise
-            error.add_note(
-                f"vllm-fl: {self.name}: {self.candidate.impl_id} raised this; the next candidate "
-                f"raised {type(later).__name__}: {later}"
+            note = (
+                f"vllm-fl: {self.name}: {self.candidate.impl_id} raised {type(error).__name__}; "
+                f"the next candidate raised {type(later).__name__}: {later}"
             )
-            raise error from None
-        if not refused:
-            self.is_spent = True
-            self.set_first(rest)
-            self.failures.set_aside(self.name, self.candidate.impl_id, error)
-        return result
+            for its_note in (note, *getattr(later, "__notes__", ())):
+                if its_note not in getattr(error, "__notes__", ()):
+                    error.add_note(its_note)
+        else:
+            if not refused:
+                self.set_first(rest)
+                self.failures.set_aside(self.name, self.candidate.impl_id, error)
+            return result
+        raise error  # out here, so that `later` does not become its context
 
     def _raise_what_must_not_be_retried(
-        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], restored: bool
+        self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_unwritten: bool
     ) -> None:
-        if _runtime.is_fatal(error) or self._is_the_callers(error, args, kwargs):
+        if self.strict or _runtime.is_fatal(error) or self._is_the_callers(error, args, kwargs):
             raise error
         if _runtime.is_capturing() or _runtime.is_one_of_several_ranks():
             error.add_note(
@@ -242,7 +289,7 @@ class _Level:
                 "is tried while a graph is captured, or by one rank of several."
             )
             raise error
-        if self.candidate.writes and not restored:
+        if self.candidate.writes and not is_unwritten:
             error.add_note(
                 f"vllm-fl: {self.name}: {self.candidate.impl_id} may have written "
                 f"{', '.join(self.candidate.writes)}, so no other implementation is tried. "
@@ -263,29 +310,27 @@ class _Level:
             return False
         return False
 
-    def insured(self) -> Callable[..., Any]:
+    def insured(self, operator: Operator, rest: Callable[..., Any]) -> Callable[..., Any]:
         """Return the candidate with copies of what it may write, until its first success."""
         fn, is_tracing = self.candidate.fn, self.is_tracing
-        assert self.operator is not None
-        names = list(self.operator.signature.parameters)
-        written = [names.index(name) for name in self.candidate.writes]
+        parameters = operator.signature.parameters
+        places = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
+        written = [name for name in self.candidate.writes if name in parameters]
 
         def insured(*args: Any, **kwargs: Any) -> Any:
             if is_tracing():
                 return fn(*args, **kwargs)
-            values = [args[index] for index in written]
+            by_name = {**dict(zip(places, args, strict=True)), **kwargs}
+            values = [by_name[name] for name in written]
             insurable = all(map(_runtime.can_be_saved, values)) and not _runtime.is_capturing()
             saved = [_runtime.save(value) for value in values] if insurable else []
             try:
                 result = fn(*args, **kwargs)
-            except NotImplementedError:
-                raise
-            except Exception as error:
-                if not insurable or _runtime.is_fatal(error):
-                    raise
-                for value, copy in zip(values, saved, strict=True):
-                    _runtime.restore(value, copy)
-                raise _Restored from error
+            except Exception as error:  # noqa: BLE001 - raised again unless the rest succeeds
+                if insurable and not isinstance(error, NotImplementedError) and not _runtime.is_fatal(error):
+                    for value, copy in zip(values, saved, strict=True):
+                        _runtime.restore(value, copy)
+                return self._recover_eagerly(rest, error, args, kwargs, is_unwritten=insurable)
             self.failures.prove(self.name, self.candidate.impl_id)
             self.set_first(fn)
             return result
@@ -309,24 +354,19 @@ def build(
         if candidate.supports is None and (strict or rest is None):
             function = candidate.fn
             continue
-        level = _Level(name, operator, candidate, rest, failures)
-        names: dict[str, Any] = {}
-        if candidate.supports is None:
-            body = _GUARD
-        else:
-            body = _STRICT_WITH_PREDICATE if strict else _GUARD_WITH_PREDICATE
-            names = {"supports": candidate.supports, "rest": rest or _exhausted(name, candidates)}
-        if not strict:
-            names["recover"] = level.recover
+        level = _Level(name, operator, candidate, rest, failures, strict=strict)
+        names: dict[str, Any] = {"_recover": level.recover}
+        if candidate.supports is not None:
+            names |= {"_supports": candidate.supports, "_rest": rest or _exhausted(name, candidates)}
+        body = _GUARD if candidate.supports is None else _GUARD_WITH_PREDICATE
         function, level.set_first = _generated(name, signature, body, names)
-        insure = (
-            not strict
-            and rest is not None
-            and bool(candidate.writes)
-            and not failures.is_proven(name, candidate.impl_id)
-        )
-        level.set_first(level.insured() if insure else candidate.fn)
         function.__doc__ = operator.doc if operator else None
+        is_new = bool(candidate.writes) and not failures.is_proven(name, candidate.impl_id)
+        # Of an operator that nobody declared, the written arguments cannot be told.
+        if is_new and not strict and operator is not None and rest is not None:
+            level.set_first(level.insured(operator, rest))
+        else:
+            level.set_first(candidate.fn)
     assert function is not None, "a decision without a candidate builds nothing"
     return function
 
@@ -339,11 +379,8 @@ def form(candidates: Sequence[Candidate], *, strict: bool) -> str:
 
 def _exhausted(name: str, candidates: Sequence[Candidate]) -> Callable[..., Any]:
     def exhausted(*args: Any, **kwargs: Any) -> Any:
-        reasons = [
-            f"{candidate.impl_id}: {candidate.supports(*args, **kwargs)}"
-            for candidate in candidates
-            if candidate.supports is not None
-        ]
-        raise NotImplementedError(f"no implementation of {name} takes these arguments: {'; '.join(reasons)}")
+        answers = [(c.impl_id, c.supports(*args, **kwargs)) for c in candidates if c.supports is not None]
+        reasons = "; ".join(f"{impl_id}: {answer}" for impl_id, answer in answers if answer is not True)
+        raise NotImplementedError(f"no implementation of {name} takes these arguments: {reasons}")
 
     return exhausted

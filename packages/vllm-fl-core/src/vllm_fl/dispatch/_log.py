@@ -11,7 +11,7 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 def get_logger(name: str = "vllm_fl.dispatch") -> logging.Logger:
     """Return a logger below ``vllm_fl``."""
-    return logging.getLogger(name if name.startswith(ROOT) else f"{ROOT}.{name}")
+    return logging.getLogger(name if f"{name}.".startswith(f"{ROOT}.") else f"{ROOT}.{name}")
 
 
 def set_log_level(level: str | int) -> None:

@@ -17,6 +17,7 @@ from vllm_fl.dispatch.types import OpImpl
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Iterator
     from collections.abc import Mapping
 
 _OPTIONS = "__implementation__"
@@ -162,23 +163,23 @@ def _answer(question: str, ask: Callable[[], object]) -> str | None:
     return None if answer else f"{question} is {answer!r}"
 
 
-def _bound_backend(fn: object) -> Backend | None:
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    while hasattr(fn, "__wrapped__"):
-        fn = fn.__wrapped__
-    owner = getattr(fn, "__self__", None)
-    return owner if isinstance(owner, Backend) else None
+def _layers(fn: object) -> Iterator[object]:
+    """Yield ``fn``, and what it is a partial or a wrapper of, from the outside in."""
+    while fn is not None:
+        yield fn
+        fn = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__wrapped__", None)
 
 
 def availability(impl: OpImpl) -> str | None:
     """Say why ``impl`` cannot run in this process; None if it can."""
-    hook = getattr(impl.fn, "_is_available", None)
-    if callable(hook):
-        name = getattr(hook, "__qualname__", "is_available")
-        return _availability.reason(getattr(hook, "__self__", hook), f"{name}()", hook)
-    backend = _bound_backend(impl.fn)
-    if backend is None:
+    backend = None
+    for layer in _layers(impl.fn):
+        hook = getattr(layer, "_is_available", None)
+        if callable(hook):
+            name = getattr(hook, "__qualname__", "is_available")
+            return _availability.reason(getattr(hook, "__self__", hook), f"{name}()", hook)
+        backend = backend or getattr(layer, "__self__", None)
+    if not isinstance(backend, Backend):
         return None
 
     def ask() -> object:

@@ -49,7 +49,7 @@ PLUGIN_API_VERSION = 1
 OLDEST_PLUGIN_API_VERSION = 1
 
 _ENTRY_FUNCTIONS = ("register_builtins", "vllm_fl_register", "register")
-_API_LITERAL = re.compile(r"^VLLM_FL_PLUGIN_API\b[^=\n]*=\s*(\d+)", re.MULTILINE)
+_API_LITERAL = re.compile(r"^VLLM_FL_PLUGIN_API\b[^=\n]*=[ \t]*(\d+)[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
 class _Stage(OpRegistry):
@@ -172,14 +172,18 @@ def _installed() -> list[_Found]:
 
     found = []
     for entry in metadata.entry_points(group=PLUGIN_GROUP):
-        distribution = entry.dist
-        # Both are None where the METADATA file is damaged.
-        name = (distribution and distribution.name) or "?"
-        version = (distribution and distribution.version) or "?"
+        name, version = _metadata(entry.dist, "Name"), _metadata(entry.dist, "Version")
         found.append(_Found(Origin(name, version, entry.name), entry.name, entry.value))
     # Two distributions may use one name: the owner of a reserved name comes
     # first, then the order of names, so that every process chooses alike.
     return sorted(found, key=lambda p: (p.name, not _owns_its_name(p), p.origin.distribution))
+
+
+def _metadata(distribution: Any, key: str) -> str:
+    try:
+        return str(distribution.metadata.get(key) or "?")
+    except Exception:  # noqa: BLE001 - damaged; each Python raises something else
+        return "?"
 
 
 def _owns_its_name(plugin: _Found) -> bool:

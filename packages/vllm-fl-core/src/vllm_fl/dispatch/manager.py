@@ -50,6 +50,7 @@ The code of the second list is in :mod:`vllm_fl.dispatch._guard`.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -73,6 +74,7 @@ from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy import _context
 from vllm_fl.dispatch.policy import add_policy_listener
 from vllm_fl.dispatch.policy import global_policy
+from vllm_fl.dispatch.policy import publish_if_current
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.types import NATIVE
 
@@ -86,6 +88,10 @@ if TYPE_CHECKING:
     from vllm_fl.dispatch.types import OpImpl
 
 logger = get_logger(__name__)
+
+# Bound once: Python takes an imported name for a module, and `_context.get()` would
+# make a bound method for every call.
+_context_policy = _context.get
 
 #: Tables of context policies that are kept; older ones are made anew.
 _TABLES_KEPT = 64
@@ -126,13 +132,12 @@ class Resolved:
 class _Table(dict[str, Any]):
     """The callables of one policy and one snapshot; filled when asked."""
 
-    __slots__ = ("manager", "policy", "snapshot")
+    __slots__ = ("manager", "policy")
 
     def __init__(self, manager: OpManager, policy: SelectionPolicy | None) -> None:
         super().__init__()
         self.manager = manager
         self.policy = policy
-        self.snapshot: OpRegistrySnapshot | None = None
 
     def __missing__(self, op_name: str) -> Any:
         return self.manager._fill(self, op_name)
@@ -174,7 +179,7 @@ class OpManager:
             NoImplementationError: nothing can run it.
             Exception: what the implementation raises; see "When one fails".
         """
-        policy = _context.get()
+        policy = _context_policy()
         table = self._table if policy is None else self._context_table(policy)
         return table[op_name](*args, **kwargs)
 
@@ -185,7 +190,7 @@ class OpManager:
             UnknownOperatorError: no such operator.
             NoImplementationError: nothing can run it.
         """
-        policy = _context.get()
+        policy = _context_policy()
         table = self._table if policy is None else self._context_table(policy)
         return table[op_name]  # type: ignore[no-any-return]
 
@@ -193,6 +198,9 @@ class OpManager:
         table = self._context_tables.get(id(policy))
         if table is not None and table.policy is policy:
             return table
+        table = self._table
+        if table.policy is not None:
+            return table  # frozen: what was chosen then holds here too
         with self._lock:
             if self._plan is not None:
                 return self._table
@@ -223,7 +231,8 @@ class OpManager:
         return self._frozen_snapshot or self.registry.snapshot()
 
     def _policy_in_force(self) -> SelectionPolicy:
-        policy = _context.get() or global_policy()
+        # The table of a frozen process has the policy of the freeze.
+        policy = self._table.policy or _context_policy() or global_policy()
         self.check_policy(policy)
         return policy
 
@@ -245,7 +254,7 @@ class OpManager:
     def resolve_with_native(
         self,
         op_name: str,
-        native: Callable[..., Any],
+        native: Callable[..., Any] | None,
         *,
         only_traceable: bool = False,
         wrap: Callable[[_guard.Candidate], _guard.Candidate] | None = None,
@@ -254,14 +263,15 @@ class OpManager:
 
         Args:
             op_name: the operator.
-            native: the layer's own path, taking the operator's arguments.
+            native: the layer's own path, taking the operator's arguments; None
+                leaves it out, for what several layers share.
             only_traceable: leave out of ``fn`` what Dynamo cannot trace, unless
                 it is the first choice.
             wrap: applied to every candidate but the native one.
         """
         self.ensure_initialized()
         policy = self._policy_in_force()
-        candidate = _guard.Candidate(NATIVE, native, traceable=True)
+        candidate = _guard.Candidate(NATIVE, native, traceable=True) if native is not None else None
         return self._resolve(op_name, policy, self.snapshot(), candidate, only_traceable, wrap)
 
     def _resolve(
@@ -290,7 +300,8 @@ class OpManager:
             if writes is None:
                 writes = operator.mutates if operator else ()
             fn = trace.recorded(op_name, impl.impl_id, fn)
-            candidate = _guard.Candidate(impl.impl_id, fn, impl.supports, writes, impl.traceable)
+            supports = impl.supports and _guard.adapt(operator, impl.supports, is_predicate=True)
+            candidate = _guard.Candidate(impl.impl_id, fn, supports, writes, impl.traceable)
             candidates.append(wrap(candidate) if wrap else candidate)
         if only_traceable and candidates[0].traceable:
             candidates = [candidate for candidate in candidates if candidate.traceable]
@@ -482,37 +493,39 @@ class OpManager:
             PolicyError: the configuration is wrong.
         """
         with self._lock:
-            if self._plan is not None:
-                return self._plan
-            self.ensure_initialized()
-            policy = self._policy_in_force()
-            snapshot = self.registry.snapshot()
-            table = _Table(self, policy)
-            choices: dict[str, str | None] = {}
-            for op_name in sorted({*snapshot.operators, *snapshot.impls_by_op}):
-                try:
-                    resolved = self._resolve(op_name, policy, snapshot)
-                except NoImplementationError:
-                    choices[op_name] = None
-                    continue
-                choices[op_name] = resolved.decision.impl_id
-                table[op_name] = resolved.fn
-            wheels = _wheels(choices, snapshot)
-            facts = {
-                "policy": policy.fingerprint(),
-                "choices": choices,
-                "wheels": wheels,
-                "extra": dict(extra or {}),
-            }
-            import hashlib
-            import json
-
-            digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-            self._plan = Plan(choices, policy.fingerprint(), wheels, digest)
-            self._frozen_snapshot = snapshot
-            self._table = table
-            self._context_tables = OrderedDict()
+            while self._plan is None:
+                self.ensure_initialized()
+                policy, snapshot = self._policy_in_force(), self.registry.snapshot()
+                plan, table = self._make_plan(policy, snapshot, dict(extra or {}))
+                publish = functools.partial(self._publish, plan, table, snapshot)
+                if snapshot is self.registry.snapshot():
+                    publish_if_current(policy, publish)
             return self._plan
+
+    def _publish(self, plan: Plan, table: _Table, snapshot: OpRegistrySnapshot) -> None:
+        self._plan, self._table, self._frozen_snapshot = plan, table, snapshot
+        self._context_tables = OrderedDict()
+
+    def _make_plan(
+        self, policy: SelectionPolicy, snapshot: OpRegistrySnapshot, extra: dict[str, Any]
+    ) -> tuple[Plan, _Table]:
+        import hashlib
+        import json
+
+        table = _Table(self, policy)
+        choices: dict[str, str | None] = {}
+        for op_name in sorted({*snapshot.operators, *snapshot.impls_by_op}):
+            try:
+                resolved = self._resolve(op_name, policy, snapshot)
+            except NoImplementationError:
+                choices[op_name] = None
+                continue
+            choices[op_name] = resolved.decision.impl_id
+            table[op_name] = resolved.fn
+        wheels = _wheels(choices, snapshot)
+        facts = {"policy": policy.fingerprint(), "choices": choices, "wheels": wheels, "extra": extra}
+        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        return Plan(choices, policy.fingerprint(), wheels, digest), table
 
     @property
     def plan(self) -> Plan | None:
@@ -538,6 +551,8 @@ class OpManager:
     def policy_changed(self) -> None:
         """Forget every choice and every failure; a new global policy was set."""
         with self._lock:
+            if self._plan is not None:
+                return  # frozen between the change and this call, with the new policy
             self._failed = {}
             self._warned = set()
             self._new_tables()
@@ -549,6 +564,8 @@ class OpManager:
             if self._plan is None:
                 self._new_tables()
                 return
+            if self._frozen_snapshot is self.registry.snapshot():
+                return  # frozen between the registration and this call
             is_first = "late registration" not in self._warned
             self._warned.add("late registration")
         if is_first:
@@ -626,7 +643,7 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         Exception: what the implementation raises; see "When one fails".
     """
     manager = _default or get_default_manager()
-    policy = _context.get()
+    policy = _context_policy()
     table = manager._table if policy is None else manager._context_table(policy)
     return table[op_name](*args, **kwargs)
 

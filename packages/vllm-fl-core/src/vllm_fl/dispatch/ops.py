@@ -191,8 +191,8 @@ def _moe_align(
     padded = pairs + num_experts * (block_size - 1)
     if pad:
         padded = (padded + block_size - 1) // block_size * block_size
-    if pairs < num_experts:
-        padded = min(pairs * block_size, padded)
+    # The smaller one, always: a branch on a traced number of tokens would be frozen.
+    padded = torch.sym_min(pairs * block_size, padded)
     blocks = (padded + block_size - 1) // block_size
     return tuple(topk_ids.new_empty((size,), dtype=torch.int32) for size in (padded, blocks, 1))
 
@@ -260,8 +260,8 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         Args:
             x!: T[..., h], floating. Untouched where residual is None; donated
                 otherwise: it may be reused, the caller uses what is returned.
-            residual!: T[..., h] or None; added to x first, rounded once to x's
-                dtype. Donated.
+            residual!: T[..., h] or None; added to x first. The float32 sum is
+                normalised, the returned one is rounded to x's dtype. Donated.
             weight: T[h] or None, which means ones. Its dtype may differ from x's.
             epsilon: added to the mean square.
 
@@ -328,7 +328,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         """
         raise NotImplementedError
 
-    @operator(forms=())
+    @operator(hints=("selector",), forms=())
     def attention_backend(
         self, use_mla: bool = False, use_sparse: bool = False, *, selector: Any = None
     ) -> str | None:
@@ -486,7 +486,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
             w2: T[e, h, i], down projection.
             topk_weights: T[n, k], floating.
             topk_ids: T[n, k], int32 or int64.
-            activation: ``"silu"`` or ``"gelu"``.
+            activation: ``"silu"`` or ``"gelu"`` (with the error function).
             apply_router_weight_on_input: multiply x by the weight and not the
                 result; k is 1 then.
             global_num_experts: experts that topk_ids names; -1 means e.
@@ -512,7 +512,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
 
         Returns:
             (int8 T[n, h], float32 scales T[n, 1]), new. A row of zeros gives
-            zeros and a finite scale.
+            zeros and a finite scale that is not 0.
         """
         raise NotImplementedError
 

@@ -24,6 +24,7 @@ from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.types import BackendImplKind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from collections.abc import Iterable
     from collections.abc import Iterator
     from collections.abc import Mapping
@@ -244,14 +245,15 @@ class _Global:
         self.lock = ForkSafeLock()
         self.chosen: SelectionPolicy | None = None
         self.from_environment: SelectionPolicy | None = None
-        self.listeners: list[weakref.ref[PolicyListener]] = []
+        # Replaced, not edited, so that whoever enters a context waits for nobody.
+        self.listeners: tuple[weakref.ref[PolicyListener], ...] = ()
 
-    def each_listener(self) -> Iterator[PolicyListener]:
-        self.listeners = [ref for ref in self.listeners if ref() is not None]
-        for ref in self.listeners:
-            listener = ref()
-            if listener is not None:
-                yield listener
+    def each_listener(self) -> list[PolicyListener]:
+        return [listener for ref in self.listeners if (listener := ref()) is not None]
+
+    def add(self, listener: PolicyListener) -> None:
+        with self.lock:
+            self.listeners = (*map(weakref.ref, self.each_listener()), weakref.ref(listener))
 
     def refuse_while_frozen(self, what: str) -> None:
         if any(listener.frozen for listener in self.each_listener()):
@@ -266,7 +268,7 @@ class _Global:
             self.chosen = policy
             if policy is None:
                 self.from_environment = None
-        for listener in list(self.each_listener()):
+        for listener in self.each_listener():
             listener.policy_changed()
 
 
@@ -275,7 +277,7 @@ _global = _Global()
 
 def add_policy_listener(listener: PolicyListener) -> None:
     """Tell ``listener`` of every change of the global policy, for as long as it lives."""
-    _global.listeners.append(weakref.ref(listener))
+    _global.add(listener)
 
 
 def global_policy() -> SelectionPolicy:
@@ -294,6 +296,15 @@ def global_policy() -> SelectionPolicy:
 
             _global.from_environment = policy_from_environment()
         return _global.from_environment
+
+
+def publish_if_current(policy: SelectionPolicy, publish: Callable[[], None]) -> bool:
+    """Call ``publish`` if ``policy`` is in force, before it can be changed; say whether it was."""
+    with _global.lock:
+        if policy is not (_context.get() or global_policy()):
+            return False
+        publish()
+        return True
 
 
 def get_policy() -> SelectionPolicy:

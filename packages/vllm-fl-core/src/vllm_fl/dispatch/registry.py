@@ -113,7 +113,7 @@ class OpRegistry:
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
         self._snapshot = OpRegistrySnapshot()
-        self._listeners: list[weakref.ref[RegistryListener]] = []
+        self._listeners: tuple[weakref.ref[RegistryListener], ...] = ()
         #: What the discovery did, by plugin name; kept here so that a child that was
         #: forked in the middle of it goes on where its parent was.
         self.plugins: dict[str, PluginRecord] = {}
@@ -193,15 +193,16 @@ class OpRegistry:
                 now.backends + backends,
                 now.version + 1,
             )
-        for ref in list(self._listeners):
+        for ref in self._listeners:
             listener = ref()
             if listener is not None:
                 listener.registry_changed()
 
     def add_listener(self, listener: RegistryListener) -> None:
         """Tell ``listener`` of every registration, for as long as it lives."""
-        self._listeners = [ref for ref in self._listeners if ref() is not None]
-        self._listeners.append(weakref.ref(listener))
+        with self._lock:
+            living = [ref for ref in self._listeners if ref() is not None]
+            self._listeners = (*living, weakref.ref(listener))
 
 
 def _add_operator(declared: dict[str, Operator], operator: Operator) -> str | None:

@@ -141,6 +141,9 @@ def effective(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> Selectio
     if packaged is None:
         return policy
 
+    own = dict(policy.per_op_order)
+    added = {op_name: order for op_name, order in packaged.per_op_order if op_name not in own}
+
     def pick(key: str) -> SelectionPolicy:
         return packaged if key in packaged.explicit - policy.explicit else policy
 
@@ -148,10 +151,14 @@ def effective(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> Selectio
         policy,
         prefer=pick("prefer").prefer,
         strict=pick("strict").strict,
-        per_op_order=tuple({**dict(packaged.per_op_order), **dict(policy.per_op_order)}.items()),
+        per_op_order=tuple({**own, **added}.items()),
         deny_vendors=pick("deny_vendors").deny_vendors,
         allow_vendors=pick("allow_vendors").allow_vendors,
-        sources={**packaged.sources, **policy.sources},
+        sources={
+            **packaged.sources,
+            **policy.sources,
+            **{f"op_backends.{op_name}": packaged.sources["op_backends"] for op_name in added},
+        },
     )
 
 

@@ -31,11 +31,22 @@ FINGERPRINT_VARIABLE = "VLLM_FL_DISPATCH_FINGERPRINT"
 #: What the plan's fingerprint covers beside the choices: the replaced layers.
 _facts: dict[str, Any] = {}
 
+#: Layers that run natively after a fault of ours.
+_faulty: set[str] = set()
+
 
 def fingerprint() -> str:
-    """Return what the compile-cache key says of this process."""
-    plan = get_default_manager().plan
-    return plan.fingerprint if plan else f"unfrozen-{get_policy().fingerprint()}"
+    """Return what the compile-cache key says of this process.
+
+    That is the plan's, and what has departed from the plan: compiled code of a
+    day when a kernel failed must not be used on a day when it works.
+    """
+    manager = get_default_manager()
+    plan = manager.plan
+    if plan is None:
+        return f"unfrozen-{get_policy().fingerprint()}"
+    failed = {f"{op}={one}" for op, ids in manager.get_failed_impls().items() for one in ids}
+    return "-".join([plan.fingerprint, *sorted(failed | _faulty)])
 
 
 def ship_policy(engine_args: Any) -> None:
@@ -83,6 +94,8 @@ def begin(vllm_config: Any) -> Plan | None:
     """
     if getattr(vllm_config, "model_config", None) is None:
         return None
+    from vllm.model_executor.layers import rotary_embedding
+
     manager = get_default_manager()
     shipped = vllm_config.additional_config
     shipped = shipped.get(KEY) if isinstance(shipped, dict) else None
@@ -90,7 +103,6 @@ def begin(vllm_config: Any) -> Plan | None:
         if shipped is None or shipped["fingerprint"] == manager.plan.policy:
             return manager.plan
         manager.thaw()
-        _forget_shared_layers()
     if shipped is not None and get_policy().fingerprint() != shipped["fingerprint"]:
         policy = SelectionPolicy.from_plain(shipped["policy"], "the front end")
         if policy.fingerprint() != shipped["fingerprint"]:
@@ -100,13 +112,15 @@ def begin(vllm_config: Any) -> Plan | None:
             )
         set_global_policy(policy)
     plan = manager.freeze(_facts)
+    # vLLM keeps rotary layers for the process; those of an earlier engine must go.
+    rotary_embedding._ROPE_DICT.clear()
     record = trace.recorder()
     if record is not None:
         record.fact("fingerprint", plan.fingerprint)
         record.fact("policy", plan.policy)
-    wheels = ", ".join(f"{name} {version}" for name, version in plan.wheels.items())
+    wheels = ", ".join(f"{name} {version}".rstrip() for name, version in plan.wheels.items())
     logger.info(
-        "vllm-fl: implementations of %s; policy %s, fingerprint %s; `vllm-fl explain --all` shows every choice",
+        "vllm-fl: implementations of %s; policy %s, fingerprint %s; `vllm-fl explain --all` shows more",
         wheels or "no wheel (install one; every layer stays vLLM's own)",
         plan.policy,
         plan.fingerprint,
@@ -119,8 +133,8 @@ def remember(name: str, value: Any) -> None:
     _facts[name] = value
 
 
-def _forget_shared_layers() -> None:
-    """vLLM keeps rotary layers for the process; those of an older policy must go."""
-    from vllm.model_executor.layers import rotary_embedding
-
-    rotary_embedding._ROPE_DICT.clear()
+def note_fault(name: str) -> bool:
+    """Note that a layer runs natively after a fault of ours; say whether that is new."""
+    is_new = name not in _faulty
+    _faulty.add(name)
+    return is_new

@@ -20,6 +20,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._config import names_variable
+from vllm_fl.dispatch._runtime import is_fatal
 from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.integration import engine
@@ -27,8 +28,6 @@ from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from vllm_fl.dispatch.manager import Resolved
 
 _WHITELIST = "VLLM_FL_OOT_WHITELIST"
 _BLACKLIST = "VLLM_FL_OOT_BLACKLIST"
@@ -46,7 +45,7 @@ class Binding:
         forward: the layer's forward, ``forward(layer, operator, *arguments)``.
         native: calls the layer's own forward with the operator's arguments.
         refuses: says why an instance needs vLLM's own path, or None.
-        example: tiny arguments of the operator, for a first call.
+        examples: tiny arguments of the operator, for first calls.
         with_subclasses: serve every subclass that has no forward of its own.
     """
 
@@ -56,7 +55,7 @@ class Binding:
     op_name: str
     forward: Callable[..., Any]
     native: Callable[..., Any]
-    example: Callable[[Any], tuple[Any, ...]]
+    examples: Callable[[Any], list[tuple[Any, ...]]]
     refuses: Callable[[Any], str | None] = lambda layer: None
     with_subclasses: bool = False
 
@@ -121,17 +120,18 @@ def _ones(layer: Any, *shape: int) -> torch.Tensor:
     return torch.ones(shape, device=device)
 
 
-def _norm_example(layer: Any) -> tuple[Any, ...]:
+def _norm_examples(layer: Any) -> list[tuple[Any, ...]]:
     x = _ones(layer, 1, layer.weight.shape[0])
-    return x, x.clone(), layer.weight.data.clone(), layer.variance_epsilon
+    weight = layer.weight.data.clone()
+    return [(x.clone(), residual, weight, layer.variance_epsilon) for residual in (None, x)]
 
 
-def _rotary_example(layer: Any) -> tuple[Any, ...]:
+def _rotary_examples(layer: Any) -> list[tuple[Any, ...]]:
     cache = layer.cos_sin_cache[:1].clone()
     cos, sin = cache.chunk(2, dim=-1)
     query = torch.ones(1, 2, layer.head_size, dtype=cache.dtype, device=cache.device)
     positions = torch.zeros(1, dtype=torch.int64, device=cache.device)
-    return query, query[:, :1].clone(), cos, sin, positions, not layer.is_neox_style, True, cache
+    return [(query, query[:, :1].clone(), cos, sin, positions, not layer.is_neox_style, True, cache)]
 
 
 def _variance_size(layer: Any) -> str | None:
@@ -148,7 +148,7 @@ BINDINGS = (
         "silu_and_mul",
         _silu_forward,
         lambda own: own,
-        lambda layer: (_ones(layer, 1, 128),),
+        lambda layer: [(_ones(layer, 1, 128),)],
     ),
     Binding(
         "vllm.model_executor.layers.activation",
@@ -157,7 +157,7 @@ BINDINGS = (
         "gelu_and_mul",
         _gelu_forward,
         lambda own: lambda x, approximate: own(x),
-        lambda layer: (_ones(layer, 1, 128), layer.approximate),
+        lambda layer: [(_ones(layer, 1, 128), layer.approximate)],
     ),
     Binding(
         "vllm.model_executor.layers.layernorm",
@@ -166,7 +166,7 @@ BINDINGS = (
         "rms_norm",
         _rms_forward,
         _norm_native,
-        _norm_example,
+        _norm_examples,
         _variance_size,
     ),
     Binding(
@@ -176,7 +176,7 @@ BINDINGS = (
         "rms_norm",
         _gemma_forward,
         _norm_native,
-        _norm_example,
+        _norm_examples,
     ),
     Binding(
         "vllm.model_executor.layers.rotary_embedding",
@@ -185,7 +185,7 @@ BINDINGS = (
         "rotary_embedding",
         _rotary_forward,
         _rotary_native,
-        _rotary_example,
+        _rotary_examples,
         with_subclasses=True,
     ),
 )
@@ -230,11 +230,9 @@ def _classes(binding: Binding) -> list[tuple[type, str | None]]:
 
 
 def _descendants(cls: type) -> list[type]:
-    found: dict[str, type] = {
-        sub.__name__: sub for sub in cls.__subclasses__() if not issubclass(sub, Served)
-    }
-    for sub in list(found.values()):
-        found.update({further.__name__: further for further in _descendants(sub)})
+    subclasses: list[type] = type.__subclasses__(cls)
+    direct = [sub for sub in subclasses if not issubclass(sub, Served)]
+    found = {sub.__name__: sub for parent in direct for sub in (parent, *_descendants(parent))}
     return [found[name] for name in sorted(found)]
 
 
@@ -248,7 +246,18 @@ def _own_forward(cls: type, base: type) -> str | None:
 
 
 def replace_all() -> None:
-    """Register the replaced classes; called before the process builds its first layer."""
+    """Replace the layers; called before the process builds its first one."""
+    try:
+        _replace_all()
+    except PolicyError:
+        raise
+    except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
+        engine.note_fault("replace_all")
+        logger.error("vllm-fl is off, vLLM runs natively: %s: %s", type(error).__name__, error)
+        logger.debug("vllm-fl failed to replace the layers", exc_info=True)
+
+
+def _replace_all() -> None:
     from vllm.model_executor.custom_op import op_registry_oot
 
     allowed, denied = _lists()
@@ -341,11 +350,12 @@ def _decide(layer: Any, binding: Binding) -> None:
             _say_once(f"vllm-fl: {name} is served by {chosen} ({binding.op_name}, {form})")
         else:
             _say_once(f"vllm-fl: {name} stays vLLM's own: {reason or 'the policy chooses it'}")
-    except (PolicyError, NoImplementationError, _StrictFailure):
+    except (PolicyError, NoImplementationError, _ExplicitFailure):
         raise
     except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
-        logger.error("vllm-fl: %s runs vLLM's own path: %s: %s", name, type(error).__name__, error)
-        logger.debug("vllm-fl failed to serve a layer", exc_info=True)
+        if engine.note_fault(name):
+            logger.error("vllm-fl: %s runs vLLM's own path: %s: %s", name, type(error).__name__, error)
+            logger.debug("vllm-fl failed to serve a layer", exc_info=True)
         return
     if operator is not None:
         layer._vllm_fl_operator = operator
@@ -374,8 +384,8 @@ def _why_native(layer: Any, binding: Binding) -> str | None:
     return None
 
 
-class _StrictFailure(Exception):  # noqa: N818 - wraps what the implementation raised
-    """With ``strict``, an implementation's failure stops the start."""
+class _ExplicitFailure(Exception):  # noqa: N818 - wraps what the implementation raised
+    """What the user asked for in so many words fails: that stops the start."""
 
 
 def _operator(
@@ -386,62 +396,76 @@ def _operator(
     native = binding.native(own)
     while True:
         resolved = manager.resolve_with_native(binding.op_name, native, only_traceable=compiled)
-        if resolved.decision.impl_id == NATIVE:
+        impl_id = resolved.candidates[0].impl_id
+        if impl_id == NATIVE:
             return NATIVE, "plain", None
         form, function = resolved.decision.form, resolved.fn
         if compiled and not resolved.candidates[0].traceable:
-            form, function = "opaque", _opaque(binding, native)
-        _first_call(layer, binding, resolved, function)
-        impl_id = resolved.candidates[0].impl_id
+            form, function = "opaque", _opaque(binding)
+        try:
+            is_taken = _first_calls(layer, binding, impl_id, form, function)
+        except Exception as error:
+            has_native = any(candidate.impl_id == NATIVE for candidate in resolved.candidates)
+            if get_policy().strict or not has_native:
+                raise _ExplicitFailure(
+                    f"{impl_id} failed on its first call of {binding.op_name}, and the policy leaves "
+                    f"nothing else: {type(error).__name__}: {error}"
+                ) from error
+            if form != "opaque" or is_fatal(error):
+                raise
+            # No candidate inside the opaque operator, and right for this layer.
+            manager.set_aside(binding.op_name, impl_id, error)
+            continue
+        if not is_taken and form == "opaque" and len(resolved.candidates) > 1:
+            _say_once(f"vllm-fl: {impl_id} does not take the inputs of {type(layer).__name__}")
+            return NATIVE, "plain", None
         if impl_id not in manager.get_failed_impls(binding.op_name).get(binding.op_name, ()):
             return impl_id, form, function
 
 
-def _opaque(binding: Binding, native: Callable[..., Any]) -> Callable[..., Any]:
+def _opaque(binding: Binding) -> Callable[..., Any]:
     from vllm_fl.integration import opaque
 
     manager = get_default_manager()
     operator = manager.snapshot().operators[binding.op_name]
     resolved = manager.resolve_with_native(
-        binding.op_name, native, wrap=lambda candidate: opaque.checked(operator, candidate)
+        binding.op_name, None, wrap=lambda candidate: opaque.checked(operator, candidate)
     )
     return opaque.opaque(operator, resolved)
 
 
-#: (operator, implementation, last dimension, dtype, device) that have run once.
-_first_calls: set[tuple[Any, ...]] = set()
+#: What has run once: operator, implementation, form and the kind of arguments.
+_tried: set[tuple[Any, ...]] = set()
 
 
-def _first_call(layer: Any, binding: Binding, resolved: Resolved, function: Callable[..., Any]) -> None:
-    """Run the operator once on a tiny input: kernels that fail to compile fail here.
+def _first_calls(layer: Any, binding: Binding, impl_id: str, form: str, function: Callable[..., Any]) -> bool:
+    """Run the operator on tiny inputs: kernels that fail to compile fail here.
 
     That spends the copies that a first success needs, before vLLM measures its
     memory, and lets everything run before a graph is captured.
+
+    Returns:
+        Whether it takes such inputs.
     """
-    arguments = binding.example(layer)
-    first = arguments[0]
-    key = (binding.op_name, resolved.decision.impl_id, first.shape[-1], first.dtype, str(first.device))
-    if key in _first_calls or first.device.type == "meta":
-        return
     record = trace.recorder()
-    try:
-        if record is not None:
-            record.is_paused = True
-        with torch.no_grad():
-            function(*arguments)
-    except NotImplementedError:
-        return  # not for these inputs, perhaps for others
-    except Exception as error:
-        if get_policy().strict:
-            raise _StrictFailure(
-                f"{resolved.decision.impl_id} failed on its first call of {binding.op_name}, and the "
-                f"policy is strict: {type(error).__name__}: {error}"
-            ) from error
-        raise
-    finally:
-        if record is not None:
-            record.is_paused = False
-    _first_calls.add(key)
+    for arguments in binding.examples(layer):
+        first = arguments[0]
+        kind = (first.shape[-1], first.dtype, str(first.device), *(a is None for a in arguments))
+        key = (binding.op_name, impl_id, form, *kind)
+        if key in _tried or first.device.type == "meta":
+            continue
+        try:
+            if record is not None:
+                record.is_paused = True
+            with torch.no_grad():
+                function(*arguments)
+        except NotImplementedError:
+            return False
+        finally:
+            if record is not None:
+                record.is_paused = False
+        _tried.add(key)
+    return True
 
 
 _said: set[str] = set()

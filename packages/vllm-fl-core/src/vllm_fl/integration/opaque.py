@@ -2,6 +2,8 @@
 
 What Dynamo cannot trace is called through one. The failure rules, the choice by
 predicate and the counter live inside it, so that they hold in compiled code too.
+All layers share it, so that vLLM's own path, which has a layer's weights, is no
+candidate inside it: where nothing else is left, the exception is raised.
 It is named ``vllm_fl::<form>__<implementation>``, and registered when a layer is
 built, never while one is traced.
 """
@@ -34,22 +36,26 @@ def checked(operator: Operator, candidate: Candidate) -> Candidate:
     """Return the candidate with its first result checked.
 
     A compiler takes what an operator returns for new and contiguous memory, as
-    the fake says; where it is not, the results are silently wrong.
+    the fake says; where it is not, the results are silently wrong. With and
+    without an optional tensor an implementation may do two things, so that each
+    is checked.
     """
     fn = candidate.fn
     names = list(operator.signature.parameters)
-    may_return = {names.index(name) for form in operator.forms for name in form.result}
-    is_checked = False
+    in_place = {names.index(name) for form in operator.forms for name in form.result}
+    # What it may write is a copy where something is returned; see `_registered`.
+    ours = in_place | {names.index(name) for name in candidate.writes}
+    seen: set[tuple[bool, ...]] = set()
 
     def first_result_checked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_checked
         result = fn(*args, **kwargs)
-        if not is_checked:
-            inputs = [a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in may_return]
+        given = tuple(arg is not None for arg in args)
+        if given not in seen:
+            inputs = [a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in ours]
             for out in result if isinstance(result, tuple) else (result,):
-                if isinstance(out, torch.Tensor) and not any(out is args[i] for i in may_return):
+                if isinstance(out, torch.Tensor) and not any(out is args[i] for i in in_place):
                     _check(candidate.impl_id, operator.name, out, inputs)
-            is_checked = True
+            seen.add(given)
         return result
 
     return replace(candidate, fn=first_result_checked)
@@ -129,7 +135,9 @@ def _registered(
     def kernel(*args: Any) -> Any:
         if copied:
             args = tuple(
-                value.clone() if p.name in copied and value is not None else value
+                value.clone(memory_format=torch.contiguous_format)
+                if p.name in copied and value is not None
+                else value
                 for p, value in zip(parameters, args, strict=True)
             )
         positional, keywords = arguments(args)

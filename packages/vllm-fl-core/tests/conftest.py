@@ -1,0 +1,66 @@
+"""Every test starts in a process that has read, loaded and chosen nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import vllm_fl
+from vllm_fl.dispatch import discovery
+from vllm_fl.dispatch import policy
+from vllm_fl.dispatch import reset_default_manager
+from vllm_fl.dispatch import reset_global_policy
+from vllm_fl.dispatch.backend import forget_availability
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith("VLLM_FL_"):
+            monkeypatch.delenv(name)
+    _forget()
+    yield
+    _forget()
+
+
+def _forget() -> None:
+    # A manager that a test froze and dropped may still wait for the collector.
+    for manager in policy._global.each_listener():
+        manager.thaw()
+    reset_default_manager()
+    reset_global_policy()
+    forget_availability()
+
+
+@pytest.fixture
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the plugins that happen to be installed here."""
+    monkeypatch.setattr(discovery, "_installed", list)
+
+
+@pytest.fixture
+def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run code in a new interpreter: ``python(code, *paths, VARIABLE=value)``."""
+
+    def run(code: str, *paths: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}
+        path = os.pathsep.join(map(str, [*paths, Path(vllm_fl.__file__).parents[1]]))
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            env={**inherited, "PYTHONPATH": path, **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    return run
