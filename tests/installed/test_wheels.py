@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -14,7 +15,11 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PACKAGES = Path(__file__).parents[2] / "packages"
-CALL = "import torch; from vllm_fl.dispatch import call_op; print(call_op('silu_and_mul', torch.ones(2, 8)).shape)"
+CALL = """
+import torch
+from vllm_fl.dispatch import call_op
+print(call_op("silu_and_mul", torch.ones(2, 8)).shape)
+"""
 
 
 class Environment:
@@ -40,6 +45,8 @@ class Environment:
         """Run pip with the index that the caller's environment uses."""
         subprocess.run(
             [str(self.bin / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
+            # What stands on PYTHONPATH would count as installed.
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
             check=True,
         )
 
@@ -95,7 +102,9 @@ def test_a_wheel_adds_its_implementations_and_takes_them_away(
     core_alone: Environment, wheels: dict[str, Path]
 ) -> None:
     # The build that is installed here, so that pip does not choose another one.
-    core_alone.pip("install", f"torch=={metadata.version('torch')}", "numpy", str(wheels["vllm_fl_reference"]))
+    core_alone.pip(
+        "install", f"torch=={metadata.version('torch')}", "numpy", str(wheels["vllm_fl_reference"])
+    )
     called = core_alone.run("python", "-c", CALL)
     assert called.stdout.strip() == "torch.Size([2, 4])", called.stderr
     listed = json.loads(core_alone.run("vllm-fl", "list", "--json").stdout)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import subprocess
 import sys
 import textwrap
 import threading
 import types
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
 import pytest
 
+import vllm_fl
 from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch import OpImpl
 from vllm_fl.dispatch import OpManager
@@ -34,7 +37,6 @@ from vllm_fl.dispatch import with_strict_mode
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Iterator
-    from pathlib import Path
 
 VENDORS = "abcd"
 STRICT = SelectionPolicy(strict=True)
@@ -1252,7 +1254,7 @@ def test_capture_raises_and_makes_no_copies(
     assert (out.clones, set_aside()) == (0, "")
 
 
-def test_two_real_ranks(torch: Any, tmp_path: Path, python: Callable[..., Any]) -> None:
+def test_two_real_ranks(torch: Any, tmp_path: Path) -> None:
     code = textwrap.dedent(
         """
         import sys
@@ -1277,12 +1279,11 @@ def test_two_real_ranks(torch: Any, tmp_path: Path, python: Callable[..., Any]) 
     )
     source = tmp_path / "rank.py"
     source.write_text(code)
-    from vllm_fl import __path__ as packages
-
+    path = str(Path(vllm_fl.__file__).parents[1])
     ranks = [
         subprocess.Popen(
             [sys.executable, str(source), str(rank), str(tmp_path / "rendezvous")],
-            env={**__import__("os").environ, "PYTHONPATH": str(next(iter(packages))).rpartition("/")[0]},
+            env={**os.environ, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -49,6 +49,7 @@ PLUGIN_API_VERSION = 1
 OLDEST_PLUGIN_API_VERSION = 1
 
 _ENTRY_FUNCTIONS = ("register_builtins", "vllm_fl_register", "register")
+_HEADER = re.compile(r"^(Name|Version):[ \t]*(\S.*?)\s*$", re.MULTILINE)
 _API_LITERAL = re.compile(r"^VLLM_FL_PLUGIN_API\b[^=\n]*=[ \t]*(\d+)[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
@@ -172,18 +173,21 @@ def _installed() -> list[_Found]:
 
     found = []
     for entry in metadata.entry_points(group=PLUGIN_GROUP):
-        name, version = _metadata(entry.dist, "Name"), _metadata(entry.dist, "Version")
+        name, version = _name_and_version(entry.dist)
         found.append(_Found(Origin(name, version, entry.name), entry.name, entry.value))
     # Two distributions may use one name: the owner of a reserved name comes
     # first, then the order of names, so that every process chooses alike.
     return sorted(found, key=lambda p: (p.name, not _owns_its_name(p), p.origin.distribution))
 
 
-def _metadata(distribution: Any, key: str) -> str:
+def _name_and_version(distribution: Any) -> tuple[str, str]:
     try:
-        return str(distribution.metadata.get(key) or "?")
+        # `distribution.metadata` parses the whole description, whenever it is asked for.
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
     except Exception:  # noqa: BLE001 - damaged; each Python raises something else
-        return "?"
+        text = ""
+    headers = dict(_HEADER.findall(text.partition("\n\n")[0]))
+    return headers.get("Name", "?"), headers.get("Version", "?")
 
 
 def _owns_its_name(plugin: _Found) -> bool:

@@ -180,7 +180,11 @@ class OpManager:
             Exception: what the implementation raises; see "When one fails".
         """
         policy = _context_policy()
-        table = self._table if policy is None else self._context_table(policy)
+        if policy is None:
+            table = self._table
+        else:
+            # The table keeps its policy alive, so that no other one has this id.
+            table = self._context_tables.get(id(policy)) or self._context_table(policy)
         return table[op_name](*args, **kwargs)
 
     def resolve(self, op_name: str) -> Callable[..., Any]:
@@ -204,7 +208,6 @@ class OpManager:
         with self._lock:
             if self._plan is not None:
                 return self._table
-            # A table keeps its policy alive, so that its id stays its own.
             table = _Table(self, policy)
             self._context_tables[id(policy)] = table
             while len(self._context_tables) > _TABLES_KEPT:
@@ -644,8 +647,11 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     """
     manager = _default or get_default_manager()
     policy = _context_policy()
-    table = manager._table if policy is None else manager._context_table(policy)
-    return table[op_name](*args, **kwargs)
+    if policy is None:
+        table = manager._table
+    else:
+        table = manager._context_tables.get(id(policy)) or manager._context_table(policy)
+    return table[op_name](*args, **kwargs)  # as in OpManager.call, without its frame
 
 
 def resolve_op(op_name: str) -> Callable[..., Any]:

@@ -220,10 +220,10 @@ def _add_impl(
         return f"{impl!r} is no OpImpl"
     what = f"{impl.impl_id} of {impl.op_name}"
     siblings = by_op.get(impl.op_name, ())
-    for sibling in siblings:
-        if sibling.impl_id == impl.impl_id and sibling != impl:
-            by = f" by {sibling.origin}" if sibling.origin else ""
-            return f"{what}: this id is registered already{by}"
+    known = next((sibling for sibling in siblings if sibling.impl_id == impl.impl_id), None)
+    if known is not None and known != impl:
+        by = f" by {known.origin}" if known.origin else ""
+        return f"{what}: this id is registered already{by}"
     operator = declared.get(impl.op_name)
     if operator is not None:
         foreign = sorted(set(impl.writes or ()) - set(operator.mutates))
@@ -233,7 +233,7 @@ def _add_impl(
             problem = signature_problem(operator, impl.fn)
             if problem:
                 return f"{what}: {problem}"
-    if impl not in siblings:
+    if known is None:
         by_op[impl.op_name] = (*siblings, impl)
     return None
 

@@ -9,6 +9,7 @@ of vLLM's compile-cache key.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -77,6 +78,16 @@ def ship_policy(engine_args: Any) -> None:
     engine_args.additional_config = {**given, KEY: shipped}
 
 
+def forget_shared_layers() -> None:
+    """Let an engine get no rotary layer of an earlier one, which had another policy.
+
+    vLLM keeps them for the process, and asks for one before it builds any layer.
+    """
+    rotary_embedding = sys.modules.get("vllm.model_executor.layers.rotary_embedding")
+    if rotary_embedding is not None:
+        rotary_embedding._ROPE_DICT.clear()
+
+
 def _is_from_environment(policy: SelectionPolicy) -> bool:
     from vllm_fl.dispatch._config import policy_from_environment
 
@@ -94,8 +105,6 @@ def begin(vllm_config: Any) -> Plan | None:
     """
     if getattr(vllm_config, "model_config", None) is None:
         return None
-    from vllm.model_executor.layers import rotary_embedding
-
     manager = get_default_manager()
     shipped = vllm_config.additional_config
     shipped = shipped.get(KEY) if isinstance(shipped, dict) else None
@@ -112,8 +121,6 @@ def begin(vllm_config: Any) -> Plan | None:
             )
         set_global_policy(policy)
     plan = manager.freeze(_facts)
-    # vLLM keeps rotary layers for the process; those of an earlier engine must go.
-    rotary_embedding._ROPE_DICT.clear()
     record = trace.recorder()
     if record is not None:
         record.fact("fingerprint", plan.fingerprint)

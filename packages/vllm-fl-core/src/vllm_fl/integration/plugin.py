@@ -103,6 +103,7 @@ def _wrap_engine_configuration() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         engine.ship_policy(self)
+        engine.forget_shared_layers()
         return original(self, *args, **kwargs)
 
     EngineArgs.create_engine_config = create_engine_config
