@@ -19,6 +19,9 @@ from vllm_fl.dispatch._log import set_log_level
 from vllm_fl.dispatch.backend import Backend
 from vllm_fl.dispatch.backend import implementation
 from vllm_fl.dispatch.decision import Decision
+from vllm_fl.dispatch.declaration import Operator
+from vllm_fl.dispatch.declaration import TorchForm
+from vllm_fl.dispatch.declaration import operator
 from vllm_fl.dispatch.discovery import PLUGIN_API_VERSION
 from vllm_fl.dispatch.discovery import PLUGIN_GROUP
 from vllm_fl.dispatch.discovery import PLUGIN_MODULES_ENV
@@ -31,16 +34,13 @@ from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.errors import UnknownOperatorError
 from vllm_fl.dispatch.manager import OpManager
-from vllm_fl.dispatch.manager import Plan
 from vllm_fl.dispatch.manager import call_op
 from vllm_fl.dispatch.manager import get_default_manager
 from vllm_fl.dispatch.manager import reset_default_manager
 from vllm_fl.dispatch.manager import resolve_op
 from vllm_fl.dispatch.ops import OPERATORS
-from vllm_fl.dispatch.ops import Operator
 from vllm_fl.dispatch.ops import Operators
-from vllm_fl.dispatch.ops import TorchForm
-from vllm_fl.dispatch.ops import operator
+from vllm_fl.dispatch.plan import Plan
 from vllm_fl.dispatch.policy import PREFER_DEFAULT
 from vllm_fl.dispatch.policy import PREFER_REFERENCE
 from vllm_fl.dispatch.policy import PREFER_VENDOR

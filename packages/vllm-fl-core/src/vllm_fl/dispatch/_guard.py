@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence
 
-    from vllm_fl.dispatch.ops import Operator
+    from vllm_fl.dispatch.declaration import Operator
 
 
 class Failures(Protocol):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_fl.dispatch.backend import Backend
-    from vllm_fl.dispatch.ops import Operator
+    from vllm_fl.dispatch.declaration import Operator
     from vllm_fl.dispatch.types import OpImpl
 
 logger = get_logger(__name__)

@@ -53,29 +53,28 @@ from __future__ import annotations
 import functools
 import os
 from collections import OrderedDict
-from dataclasses import dataclass
-from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch import _guard
-from vllm_fl.dispatch import decision as status
 from vllm_fl.dispatch import selection
-from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._fork import after_fork_in_child
+from vllm_fl.dispatch._guard import Candidate
 from vllm_fl.dispatch._known import check_names
-from vllm_fl.dispatch._known import install_hint
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._log import level_from_environment
 from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.errors import NoImplementationError
 from vllm_fl.dispatch.errors import PolicyError
+from vllm_fl.dispatch.plan import Plan
 from vllm_fl.dispatch.policy import _context
 from vllm_fl.dispatch.policy import add_policy_listener
 from vllm_fl.dispatch.policy import global_policy
 from vllm_fl.dispatch.policy import publish_if_current
 from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.dispatch.resolved import build
+from vllm_fl.dispatch.resolved import nothing_runs
+from vllm_fl.dispatch.resolved import warn_of_degradation
 from vllm_fl.dispatch.types import NATIVE
 
 if TYPE_CHECKING:
@@ -85,6 +84,7 @@ if TYPE_CHECKING:
     from vllm_fl.dispatch.decision import Decision
     from vllm_fl.dispatch.policy import SelectionPolicy
     from vllm_fl.dispatch.registry import OpRegistrySnapshot
+    from vllm_fl.dispatch.resolved import Resolved
     from vllm_fl.dispatch.types import OpImpl
 
 logger = get_logger(__name__)
@@ -95,38 +95,6 @@ _context_policy = _context.get
 
 #: Tables of context policies that are kept; older ones are made anew.
 _TABLES_KEPT = 64
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Every choice of a frozen process.
-
-    Attributes:
-        choices: the implementation of each operator; None where nothing can run.
-        policy: the fingerprint of the policy.
-        wheels: the version of every wheel that is chosen.
-        fingerprint: 16 hexadecimal digits that differ where any of it does.
-    """
-
-    choices: Mapping[str, str | None]
-    policy: str
-    wheels: Mapping[str, str]
-    fingerprint: str
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """An operator as a layer holds it.
-
-    Attributes:
-        fn: takes the operator's arguments.
-        decision: what it is and why.
-        candidates: what ``fn`` is made of, in order.
-    """
-
-    fn: Callable[..., Any]
-    decision: Decision
-    candidates: tuple[_guard.Candidate, ...]
 
 
 class _Table(dict[str, Any]):
@@ -260,7 +228,7 @@ class OpManager:
         native: Callable[..., Any] | None,
         *,
         only_traceable: bool = False,
-        wrap: Callable[[_guard.Candidate], _guard.Candidate] | None = None,
+        wrap: Callable[[Candidate], Candidate] | None = None,
     ) -> Resolved:
         """Resolve an operator for a layer of vLLM, which has a path of its own.
 
@@ -274,7 +242,7 @@ class OpManager:
         """
         self.ensure_initialized()
         policy = self._policy_in_force()
-        candidate = _guard.Candidate(NATIVE, native, traceable=True) if native is not None else None
+        candidate = Candidate(NATIVE, native, traceable=True) if native is not None else None
         return self._resolve(op_name, policy, self.snapshot(), candidate, only_traceable, wrap)
 
     def _resolve(
@@ -282,75 +250,24 @@ class OpManager:
         op_name: str,
         policy: SelectionPolicy,
         snapshot: OpRegistrySnapshot,
-        native: _guard.Candidate | None = None,
+        native: Candidate | None = None,
         only_traceable: bool = False,
-        wrap: Callable[[_guard.Candidate], _guard.Candidate] | None = None,
+        wrap: Callable[[Candidate], Candidate] | None = None,
     ) -> Resolved:
         decision = self._decide(op_name, policy, snapshot, with_native=native is not None)
         if decision.impl_id is None:
-            raise NoImplementationError(self._nothing_runs(decision))
-        self._warn_of_degradation(decision)
-        operator = snapshot.operators.get(op_name)
-        impls = {impl.impl_id: impl for impl in snapshot.impls_by_op.get(op_name, ())}
-        candidates = []
-        for report in decision.usable:
-            if report.impl_id == NATIVE and native is not None:
-                candidates.append(replace(native, fn=trace.recorded(op_name, NATIVE, native.fn)))
-                continue
-            impl = impls[report.impl_id]
-            fn = _guard.adapt(operator, impl.load())
-            writes = impl.writes
-            if writes is None:
-                writes = operator.mutates if operator else ()
-            fn = trace.recorded(op_name, impl.impl_id, fn)
-            supports = impl.supports and _guard.adapt(operator, impl.supports, is_predicate=True)
-            candidate = _guard.Candidate(impl.impl_id, fn, supports, writes, impl.traceable)
-            candidates.append(wrap(candidate) if wrap else candidate)
-        if only_traceable and candidates[0].traceable:
-            candidates = [candidate for candidate in candidates if candidate.traceable]
+            raise NoImplementationError(nothing_runs(decision, self.registry.plugins.values()))
+        warn_of_degradation(decision, self._warned)
         strict = selection.effective(policy, snapshot).strict
-        fn = _guard.build(op_name, operator, candidates, self, strict=strict)
-        form = _guard.form(candidates, strict=strict)
-        return Resolved(fn, replace(decision, form=form), tuple(candidates))
+        return build(
+            decision, snapshot, self, native, strict=strict, only_traceable=only_traceable, wrap=wrap
+        )
 
     def _decide(
         self, op_name: str, policy: SelectionPolicy, snapshot: OpRegistrySnapshot, *, with_native: bool
     ) -> Decision:
         failed = self._failed.get(op_name, {})
         return selection.decide(op_name, policy, snapshot, failed, with_native=with_native)
-
-    def _nothing_runs(self, decision: Decision) -> str:
-        lines = [f"nothing can run {decision.op_name!r}."]
-        lines += [f"  {c.impl_id} ({c.distribution}): {c.reason}" for c in decision.candidates]
-        failed = [r for r in self.registry.plugins.values() if r.state in ("failed", "incompatible")]
-        lines += [f"  plugin {r.name!r} of {r.distribution} {r.version}: {r.reason}" for r in failed]
-        if decision.source != "the defaults":
-            lines.append(f"  The order {' > '.join(decision.order)} comes from {decision.source}.")
-        if not decision.candidates:
-            lines.append("  No implementation is registered.")
-        lines.append(install_hint(decision.op_name))
-        return "\n".join(lines)
-
-    def _warn_of_degradation(self, decision: Decision) -> None:
-        """Say once per implementation that it was passed over, and what that costs."""
-        chosen = decision.usable[0]
-        rank = {token: index for index, token in enumerate(decision.order)}
-        for candidate in decision.candidates:
-            if candidate.status != status.UNAVAILABLE or candidate.impl_id in self._warned:
-                continue
-            if rank.get(candidate.kind, len(rank)) >= rank.get(chosen.kind, len(rank)):
-                continue
-            self._warned.add(candidate.impl_id)
-            logger.warning(
-                "%s (%s) is preferred for %s but %s. %s runs instead%s; `vllm-fl explain --all` "
-                "shows every operator.",
-                candidate.impl_id,
-                candidate.distribution,
-                decision.op_name,
-                candidate.reason,
-                chosen.impl_id,
-                ", in plain PyTorch, which is slower" if chosen.kind == "reference" else "",
-            )
 
     # -- asking ---------------------------------------------------------------
 
@@ -420,7 +337,7 @@ class OpManager:
         """
         decision = self.explain(op_name)
         if decision.impl_id is None:
-            raise NoImplementationError(self._nothing_runs(decision))
+            raise NoImplementationError(nothing_runs(decision, self.registry.plugins.values()))
         impls = {i.impl_id: i for i in self.snapshot().impls_by_op.get(op_name, ())}
         return [impls[report.impl_id] for report in decision.usable]
 
@@ -512,9 +429,6 @@ class OpManager:
     def _make_plan(
         self, policy: SelectionPolicy, snapshot: OpRegistrySnapshot, extra: dict[str, Any]
     ) -> tuple[Plan, _Table]:
-        import hashlib
-        import json
-
         table = _Table(self, policy)
         choices: dict[str, str | None] = {}
         for op_name in sorted({*snapshot.operators, *snapshot.impls_by_op}):
@@ -525,10 +439,7 @@ class OpManager:
                 continue
             choices[op_name] = resolved.decision.impl_id
             table[op_name] = resolved.fn
-        wheels = _wheels(choices, snapshot)
-        facts = {"policy": policy.fingerprint(), "choices": choices, "wheels": wheels, "extra": extra}
-        digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-        return Plan(choices, policy.fingerprint(), wheels, digest), table
+        return Plan.of(choices, policy, snapshot, extra), table
 
     @property
     def plan(self) -> Plan | None:
@@ -582,15 +493,6 @@ class OpManager:
         self._ready_in = 0
         self._is_discovering = False
         self._new_tables()
-
-
-def _wheels(choices: Mapping[str, str | None], snapshot: OpRegistrySnapshot) -> dict[str, str]:
-    return {
-        impl.origin.distribution: impl.origin.version
-        for op_name, impls in snapshot.impls_by_op.items()
-        for impl in impls
-        if impl.origin is not None and impl.impl_id == choices.get(op_name)
-    }
 
 
 _default: OpManager | None = None

@@ -17,10 +17,10 @@ from typing import Any
 from typing import Protocol
 
 from vllm_fl.dispatch._fork import ForkSafeLock
+from vllm_fl.dispatch.declaration import Operator
+from vllm_fl.dispatch.declaration import declaration_of
 from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.ops import OPERATORS
-from vllm_fl.dispatch.ops import Operator
-from vllm_fl.dispatch.ops import declaration_of
 from vllm_fl.dispatch.types import OpImpl
 
 if TYPE_CHECKING:

@@ -59,7 +59,8 @@ def install() -> None:
         _at_first_layer(layers.replace_all)
     else:
         off = "VLLM_FL_OOT_ENABLED" if enabled else "VLLM_FL_PREFER_ENABLED"
-        logger.info("vllm-fl: %s is off, every layer stays vLLM's own", off)
+        # Newer vLLM sets up its log after it has loaded plug-ins, and drops this line until then.
+        _at_first_layer(lambda: logger.info("vllm-fl: %s is off, every layer stays vLLM's own", off))
     _installed = True
 
 
