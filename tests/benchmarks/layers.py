@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 BEHIND = "vLLM's kernels behind the operators"
-#: What a call of ours may cost more than native's with the same kernel, microseconds.
-MARGIN_US = 3.0
+#: What a call of ours may cost, over native's, with the same kernel behind it. The
+#: rotary embedding of a token is the worst: its kernel takes as long as the views
+#: between vLLM's layout and the operator's.
+LARGEST_RATIO = 1.75
 _REPEATS = 15
 _CALLS = 300
 
@@ -94,8 +96,8 @@ def measure() -> list[dict[str, Any]]:
                             "policy": name,
                             "native_us": round(best["native"], 1),
                             "ours_us": round(best[name], 1),
-                            "more_us": round(best[name] - best["native"], 1),
-                            "budget": MARGIN_US if name == BEHIND else None,
+                            "ratio": round(best[name] / best["native"], 2),
+                            "budget": LARGEST_RATIO if name == BEHIND else None,
                         }
                     )
     return rows
@@ -115,9 +117,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         budget = "-" if row["budget"] is None else row["budget"]
         print(
             f"{row['layer']:18} {row['tokens']:6} {row['policy']:38} {row['native_us']:9} "
-            f"{row['ours_us']:8} {row['more_us']:6} {budget:>6}"
+            f"{row['ours_us']:8} {row['ratio']:6} {budget:>6}"
         )
-    missed = [row for row in rows if row["budget"] is not None and row["more_us"] > row["budget"]]
+    missed = [row for row in rows if row["budget"] is not None and row["ratio"] > row["budget"]]
     result = {"layers": rows, "missed": missed}
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1))

@@ -89,8 +89,16 @@ def _rotary_forward(
     self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     cache = self._match_cos_sin_cache_dtype(query)
-    cos, sin = cache.chunk(2, dim=-1)
-    positions = positions.flatten()
+    if torch.compiler.is_compiling():
+        cos, sin = cache.chunk(2, dim=-1)
+    else:
+        # The two views cost as much as the rest of this function.
+        tables = self._vllm_fl_tables
+        if tables is None or tables[0] is not cache:
+            tables = self._vllm_fl_tables = (cache, *cache.chunk(2, dim=-1))
+        _, cos, sin = tables
+    if positions.dim() != 1:
+        positions = positions.flatten()
     tokens = positions.shape[0]
     heads = query.view(tokens, -1, self.head_size)
     key_heads = None if key is None else key.view(tokens, -1, self.head_size)
@@ -359,6 +367,7 @@ def _decide(layer: Any, binding: Binding) -> None:
         return
     if operator is not None:
         layer._vllm_fl_operator = operator
+        layer._vllm_fl_tables = None
         layer._forward_method = layer.forward_vllm_fl
     record = trace.recorder()
     if record is not None:
