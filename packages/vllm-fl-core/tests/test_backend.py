@@ -12,6 +12,8 @@ import pytest
 from vllm_fl.dispatch import Backend
 from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch import OpImpl
+from vllm_fl.dispatch import OpManager
+from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import RegistrationError
 from vllm_fl.dispatch import implementation
 from vllm_fl.dispatch.backend import forget_availability
@@ -291,3 +293,34 @@ def test_a_backend_needs_a_name_and_an_answer() -> None:
         type("Nameless", (Backend,), {"is_available": lambda self: True})()
     with pytest.raises(TypeError, match="abstract"):
         type("Mute", (Backend,), {"name": "mute"})()
+
+
+def test_what_an_available_backend_lacks_is_told_and_not_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Partial(Backend):
+        name = "partial"
+
+        def is_available(self) -> bool:
+            return True
+
+        def missing(self, op_name: str) -> str | None:
+            return "it was left out" if op_name == "silu_and_mul" else None
+
+        def silu_and_mul(self, x: object) -> object:
+            return x
+
+        def gelu_and_mul(self, x: object, approximate: str = "none") -> object:
+            return x
+
+    registry = OpRegistry()
+    registry.register_backend(Partial())
+    reference = OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, lambda x: x)
+    registry.register_impl(reference)
+    manager = OpManager(registry)
+    decision = manager.explain("silu_and_mul")
+    assert decision.impl_id == "reference.torch"
+    (rejected,) = [c for c in decision.candidates if c.impl_id == "vendor.partial"]
+    assert (rejected.status, rejected.reason) == ("missing", "not available: it was left out")
+    assert manager.explain("gelu_and_mul").impl_id == "vendor.partial"
+    assert not caplog.records

@@ -170,17 +170,22 @@ def _layers(fn: object) -> Iterator[object]:
         fn = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__wrapped__", None)
 
 
-def availability(impl: OpImpl) -> str | None:
-    """Say why ``impl`` cannot run in this process; None if it can."""
+def availability(impl: OpImpl) -> tuple[str | None, str | None]:
+    """Say why ``impl`` cannot run in this process.
+
+    Returns:
+        Why its backend is not available, and, of an available one, what this
+        operator lacks; None where there is nothing to say.
+    """
     backend = None
     for layer in _layers(impl.fn):
         hook = getattr(layer, "_is_available", None)
         if callable(hook):
             name = getattr(hook, "__qualname__", "is_available")
-            return _availability.reason(getattr(hook, "__self__", hook), f"{name}()", hook)
+            return _availability.reason(getattr(hook, "__self__", hook), f"{name}()", hook), None
         backend = backend or getattr(layer, "__self__", None)
     if not isinstance(backend, Backend):
-        return None
+        return None, None
 
     def ask() -> object:
         # Plugins were seen to declare it as a property.
@@ -188,11 +193,11 @@ def availability(impl: OpImpl) -> str | None:
         return answer() if callable(answer) else answer
 
     reason = _availability.reason(backend, f"{type(backend).__qualname__}.is_available()", ask)
-    if reason is None:
-        try:
-            reason = backend.missing(impl.op_name)
-        except (KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:  # noqa: BLE001 - the reason, as above
-            reason = describe(error)
-    return reason
+    if reason is not None:
+        return reason, None
+    try:
+        return None, backend.missing(impl.op_name)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - the reason, as above
+        return None, describe(error)

@@ -12,6 +12,7 @@ NEXT = "next"
 DENIED = "denied"
 NOT_LISTED = "not-listed"
 UNAVAILABLE = "unavailable"
+MISSING = "missing"
 FAILED = "failed"
 
 
@@ -25,7 +26,8 @@ class CandidateReport:
         distribution: the wheel that registered it, with its version.
         priority: its priority inside a token.
         status: ``chosen``, ``next`` (it runs if those before it refuse or fail),
-            ``denied``, ``not-listed``, ``unavailable`` or ``failed``.
+            ``denied``, ``not-listed``, ``unavailable``, ``missing`` (its backend is
+            available and lacks this operator) or ``failed``.
         reason: the status in a sentence.
     """
 

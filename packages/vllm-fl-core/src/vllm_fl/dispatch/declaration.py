@@ -34,6 +34,8 @@ class TorchForm:
         returns: ``"Tensor"`` or ``"(Tensor, Tensor)"``, the schema's result.
         fixed: arguments that this form fixes, and is chosen by.
         present: optional tensors that are not None in this form.
+        donated: arguments that an implementation may write in this form, although
+            the schema is functional; it is given copies of them.
         in_place: arguments that it writes; it then returns nothing, and the
             caller gets ``result`` back.
         result: the arguments that the caller gets back from an in-place form.
@@ -43,6 +45,7 @@ class TorchForm:
     returns: str = "Tensor"
     fixed: Mapping[str, Any] | None = None
     present: tuple[str, ...] = ()
+    donated: tuple[str, ...] = ()
     in_place: tuple[str, ...] = ()
     result: tuple[str, ...] = ()
 

@@ -121,7 +121,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         fake=_rms_norm,
         forms=(
             TorchForm("rms_norm", fixed={"residual": None}),
-            TorchForm("add_rms_norm", "(Tensor, Tensor)", present=("residual",)),
+            TorchForm("add_rms_norm", "(Tensor, Tensor)", present=("residual",), donated=("x", "residual")),
         ),
     )
     def rms_norm(

@@ -10,6 +10,7 @@ from vllm_fl.dispatch._known import check_names
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.backend import Backend
+from vllm_fl.dispatch.backend import availability
 from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.decision import CandidateReport
 from vllm_fl.dispatch.decision import Decision
@@ -99,9 +100,11 @@ def _rejection(
         key = "deny_vendors" if denied else "allow_vendors"
         source = policy.sources.get(key, "code")
         return status.DENIED, f"{key} ({source}) {'names' if denied else 'does not name'} {impl.vendor}"
-    reason = impl.unavailable_reason()
-    if reason is not None:
-        return status.UNAVAILABLE, f"not available: {reason}"
+    of_backend, of_operator = availability(impl)
+    if of_backend is not None:
+        return status.UNAVAILABLE, f"not available: {of_backend}"
+    if of_operator is not None:
+        return status.MISSING, f"not available: {of_operator}"
     if impl.impl_id in failed:
         return status.FAILED, f"set aside after it raised {failed[impl.impl_id]}"
     try:

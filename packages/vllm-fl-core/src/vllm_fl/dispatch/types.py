@@ -168,7 +168,8 @@ class OpImpl:
         """
         from vllm_fl.dispatch.backend import availability
 
-        return availability(self)
+        of_backend, of_operator = availability(self)
+        return of_backend or of_operator
 
     def is_available(self) -> bool:
         """Whether it can run in this process."""

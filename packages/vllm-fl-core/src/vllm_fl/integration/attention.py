@@ -8,7 +8,9 @@ for a model, comes in as ``selected_backend`` and is never overridden.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from importlib import import_module
+from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch import NoImplementationError
@@ -17,6 +19,9 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.integration.log import logger
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch._guard import Candidate
 
 OPERATOR = "attention_backend"
 
@@ -45,10 +50,21 @@ def install() -> None:
 
 def _chosen(config: Any) -> str | None:
     """Return the class path that the dispatch chooses, None for vLLM's own choice."""
+    answered: list[str] = []
+
+    def noting(candidate: Candidate) -> Candidate:
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            path = candidate.fn(*args, **kwargs)
+            answered.append(candidate.impl_id)
+            return path
+
+        return replace(candidate, fn=ask)
+
     try:
-        resolved = get_default_manager().resolve_with_native(OPERATOR, lambda *_, **__: None)
+        manager = get_default_manager()
+        resolved = manager.resolve_with_native(OPERATOR, lambda *_, **__: None, wrap=noting)
         path = resolved.fn(config.use_mla, config.use_sparse, selector=config)
-        impl_id = resolved.decision.impl_id if path else NATIVE
+        impl_id = answered[-1] if path else NATIVE
         if path:
             reasons = _reasons_against(path, config)
             if reasons:
@@ -59,10 +75,10 @@ def _chosen(config: Any) -> str | None:
     except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
         logger.error("vllm-fl: vLLM chooses the attention: %s: %s", type(error).__name__, error)
         return None
-    logger.info("vllm-fl: attention is served by %s", path or "vLLM's own choice")
+    logger.info("vllm-fl: attention is served by %s", f"{impl_id} ({path})" if path else "vLLM's own choice")
     record = trace.recorder()
     if record is not None:
-        record.layer("Attention", OPERATOR, impl_id or NATIVE, "plain")
+        record.layer("Attention", OPERATOR, impl_id, "plain")
     return path or None
 
 

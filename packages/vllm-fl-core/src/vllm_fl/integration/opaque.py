@@ -124,7 +124,7 @@ def _registered(
     fixed = dict(form.fixed or {})
     # A functional schema promises that nothing is written; what an implementation
     # may write is copied for it.
-    copied = [] if form.in_place else [p.name for p in parameters if p.name in writes]
+    copied = writes.intersection(form.donated)
 
     def arguments(args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
         values = {p.name: value for p, value in zip(parameters, args, strict=True)} | fixed
