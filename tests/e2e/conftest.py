@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoints import RECIPES
 from checkpoints import build
+from evidence import Evidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,3 +70,9 @@ def llama(make_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
 def gemma(make_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
     """The one with Gemma's norm and the tanh approximation of GELU."""
     return make_checkpoint("gemma")
+
+
+@pytest.fixture
+def evidence(tmp_path: Path) -> Evidence:
+    """Where a run leaves its record."""
+    return Evidence(tmp_path / "trace")

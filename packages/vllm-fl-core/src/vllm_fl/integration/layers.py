@@ -411,10 +411,10 @@ def _operator(
         form, function = resolved.decision.form, resolved.fn
         if compiled and not resolved.candidates[0].traceable:
             form, function = "opaque", _opaque(binding)
+        has_native = any(candidate.impl_id == NATIVE for candidate in resolved.candidates)
         try:
             is_taken = _first_calls(layer, binding, impl_id, form, function)
         except Exception as error:
-            has_native = any(candidate.impl_id == NATIVE for candidate in resolved.candidates)
             if get_policy().strict or not has_native:
                 raise _ExplicitFailure(
                     f"{impl_id} failed on its first call of {binding.op_name}, and the policy leaves "
@@ -425,7 +425,7 @@ def _operator(
             # No candidate inside the opaque operator, and right for this layer.
             manager.set_aside(binding.op_name, impl_id, error)
             continue
-        if not is_taken and form == "opaque" and len(resolved.candidates) > 1:
+        if not is_taken and form == "opaque" and has_native:
             _say_once(f"vllm-fl: {impl_id} does not take the inputs of {type(layer).__name__}")
             return NATIVE, "plain", None
         if impl_id not in manager.get_failed_impls(binding.op_name).get(binding.op_name, ()):

@@ -1,0 +1,154 @@
+"""A vendor's implementations really compute, in every form, and what happens where they fail."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from engine import run_vllm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from checkpoints import Checkpoint
+    from evidence import Evidence
+
+_SERVED = {"silu_and_mul": 2, "rms_norm": 9, "rotary_embedding": 2}
+
+# The first engine has the policy of the environment; each further one a policy of its own.
+_MORE_ENGINES = """
+def report(llm):
+    import json
+    import probe_vendor
+    from vllm import LLM, SamplingParams
+    from vllm_fl.dispatch import SelectionPolicy, get_default_manager, set_global_policy
+
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
+
+    def tokens(**policy):
+        get_default_manager().thaw()
+        set_global_policy(SelectionPolicy.from_dict(prefer="reference", **policy))
+        again = LLM(**ENGINE_ARGS)
+        outputs = again.generate(prompts, sampling, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    found = {"calls": dict(probe_vendor.calls)}
+    for op_name in ("silu_and_mul", "rms_norm", "rotary_embedding"):
+        found[op_name] = tokens(per_op_order={op_name: ["impl:vendor.wrong"]})
+    found["reference"] = tokens()
+    return found
+"""
+
+
+@pytest.mark.slow
+def test_eager_vendor_then_engines_with_other_policies(qwen3: Checkpoint, evidence: Evidence) -> None:
+    arguments = {
+        "model": str(qwen3.path),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "seed": 0,
+        "skip_tokenizer_init": True,
+    }
+    setup = f"ENGINE_ARGS = {arguments!r}\nPROMPTS = {[list(p) for p in qwen3.prompts]!r}\n{_MORE_ENGINES}"
+    env = evidence.env("probe_vendor", "wrong_vendor", VLLM_FL_ALLOW_VENDORS="probe", VLLM_FL_PREFER="vendor")
+    result = run_vllm(qwen3, env=env, setup=setup).checked()
+    assert result.tokens == qwen3.golden
+    # Our record, and the vendor's own count of its calls; that has also the first ones, on tiny
+    # inputs: the norms have two widths, each with and without a residual.
+    calls = evidence.calls()
+    probed = {op: calls[op, "vendor.probe"] for op in _SERVED}
+    forwards = probed["silu_and_mul"] // 2
+    assert probed == {op: n * forwards for op, n in _SERVED.items()}
+    assert forwards >= 16
+    first_calls = {"silu_and_mul": 1, "rms_norm": 4, "rotary_embedding": 1}
+    assert result.report["calls"] == {op: n + first_calls[op] for op, n in probed.items()}
+    layers = evidence.layers()
+    assert layers["RMSNorm", "vendor.probe", "guard"] == 9
+    # A second engine has its own policy, the rotary layer that vLLM keeps included, and
+    # what is wrong changes what every prompt gets: the implementation is what computes.
+    golden = [list(tokens) for tokens in qwen3.golden]
+    for op_name in _SERVED:
+        wrong = result.report[op_name]
+        assert all(got != right for got, right in zip(wrong, golden, strict=True)), op_name
+        assert calls[op_name, "vendor.wrong"] > 0
+    assert result.report["reference"] == golden
+
+
+_VENDORS_PLUGIN = """
+calls = 0
+
+def register():
+    from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    class VendorRMSNorm(RMSNorm):
+        def forward_cpu(self, x, residual=None):
+            global calls
+            calls += 1
+            return self.forward_native(x, residual)
+
+    CustomOp.register_oot(_decorated_op_cls=VendorRMSNorm, name="RMSNorm")
+"""
+
+
+def test_beside_a_plugin_that_replaces_the_same_layer(
+    qwen3: Checkpoint, evidence: Evidence, tmp_path: Path
+) -> None:
+    """Two general plug-ins of vLLM; the vendor's layer is what `native` means then."""
+    (tmp_path / "vendor_layers.py").write_text(_VENDORS_PLUGIN)
+    info = tmp_path / "vendor_layers-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vendor-layers\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nvendor = vendor_layers:register\n")
+    env = evidence.env(VLLM_FL_PREFER="reference", VLLM_FL_PER_OP="rms_norm=native")
+    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    setup = "def report(llm):\n    import vendor_layers\n    return vendor_layers.calls\n"
+    env = {**env, "PYTHONPATH": os.pathsep.join(paths)}
+    result = run_vllm(qwen3, env=env, setup=setup).checked()
+    assert result.tokens == qwen3.golden
+    assert "RMSNorm on vendor_layers.register.<locals>.VendorRMSNorm" in result.log
+    assert result.report == evidence.calls()["rms_norm", "native"] >= 9 * 16
+    assert evidence.layers()["SiluAndMul", "reference.torch", "guard"] == 2
+
+
+@pytest.mark.slow
+def test_opaque_vendor(qwen3: Checkpoint, evidence: Evidence) -> None:
+    result = run_vllm(
+        qwen3, mode="compile", env=evidence.env("probe_vendor", VLLM_FL_PREFER="vendor")
+    ).checked()
+    assert result.tokens == qwen3.golden
+    assert evidence.layers() == {
+        ("SiluAndMul", "vendor.probe", "opaque"): 2,
+        ("RMSNorm", "vendor.probe", "opaque"): 9,
+        ("RotaryEmbedding", "vendor.probe", "opaque"): 1,
+    }
+    # Counted inside compiled code, at every step; nothing of it was traced.
+    calls = evidence.calls()
+    forwards = calls["silu_and_mul", "vendor.probe"] // 2
+    assert forwards >= 16
+    assert calls == {(op, "vendor.probe"): n * forwards for op, n in _SERVED.items()}
+    assert not any(evidence.graphs().values())
+
+
+@pytest.mark.slow
+def test_opaque_vendor_that_fails(qwen3: Checkpoint, evidence: Evidence) -> None:
+    per_op = "silu_and_mul=impl:vendor.faulty.dies|reference;rms_norm=impl:vendor.faulty.alias|reference"
+    env = evidence.env("faulty_vendor", VLLM_FL_PER_OP=per_op, VLLM_FL_PREFER="reference")
+    result = run_vllm(qwen3, mode="compile", env=env).checked()
+    assert result.tokens == qwen3.golden
+    # Found at the first call, when the layer is built: the layer is another one's.
+    layers = evidence.layers()
+    assert layers["RMSNorm", "reference.torch", "plain"] == 9
+    assert "vendor.faulty.alias of rms_norm returns one of its arguments" in result.log
+    # Found inside the graph: the reference goes on in there.
+    assert layers["SiluAndMul", "vendor.faulty.dies", "opaque"] == 2
+    assert "vendor.faulty.dies raised for silu_and_mul and is set aside" in result.log
+    assert "the fifth call dies" in result.log
+    calls = evidence.calls()
+    # Four that were right, of which the first call at the start is not counted.
+    assert calls["silu_and_mul", "vendor.faulty.dies"] == 3
+    assert calls["silu_and_mul", "reference.torch"] >= 2 * 16 - 3
