@@ -242,8 +242,13 @@ class OpManager:
         """
         self.ensure_initialized()
         policy = self._policy_in_force()
-        candidate = Candidate(NATIVE, native, traceable=True) if native is not None else None
-        return self._resolve(op_name, policy, self.snapshot(), candidate, only_traceable, wrap)
+        snapshot = self.snapshot()
+        candidate = None
+        if native is not None:
+            operator = snapshot.operators.get(op_name)
+            writes = operator.mutates if operator else ()
+            candidate = Candidate(NATIVE, native, writes=writes, traceable=True)
+        return self._resolve(op_name, policy, snapshot, candidate, only_traceable, wrap)
 
     def _resolve(
         self,

@@ -28,6 +28,14 @@ OPERATOR = "attention_backend"
 
 def install() -> None:
     """Wrap the selection of the current platform, once."""
+    try:
+        _install()
+    except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
+        logger.error("vllm-fl: vLLM chooses the attention: %s: %s", type(error).__name__, error)
+        logger.debug("vllm-fl failed to wrap the selection of attention", exc_info=True)
+
+
+def _install() -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -50,6 +58,10 @@ def install() -> None:
 
 def _chosen(config: Any) -> str | None:
     """Return the class path that the dispatch chooses, None for vLLM's own choice."""
+    from vllm import envs
+
+    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
+        return None
     answered: list[str] = []
 
     def noting(candidate: Candidate) -> Candidate:
@@ -63,23 +75,25 @@ def _chosen(config: Any) -> str | None:
     try:
         manager = get_default_manager()
         resolved = manager.resolve_with_native(OPERATOR, lambda *_, **__: None, wrap=noting)
-        path = resolved.fn(config.use_mla, config.use_sparse, selector=config)
-        impl_id = answered[-1] if path else NATIVE
-        if path:
-            reasons = _reasons_against(path, config)
-            if reasons:
-                logger.warning("vllm-fl: %s does not fit: %s; vLLM chooses the attention", path, reasons)
-                path, impl_id = None, NATIVE
+        if resolved.decision.impl_id == NATIVE:
+            return None
+        path: str | None = resolved.fn(config.use_mla, config.use_sparse, selector=config)
+        reasons = _reasons_against(path, config) if path else []
     except (PolicyError, NoImplementationError):
         raise
     except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
         logger.error("vllm-fl: vLLM chooses the attention: %s: %s", type(error).__name__, error)
         return None
-    logger.info("vllm-fl: attention is served by %s", f"{impl_id} ({path})" if path else "vLLM's own choice")
+    if path is None:
+        return None
+    if reasons:
+        logger.warning("vllm-fl: %s does not fit: %s; vLLM chooses the attention", path, reasons)
+        return None
+    logger.info("vllm-fl: attention is served by %s (%s)", answered[-1], path)
     record = trace.recorder()
     if record is not None:
-        record.layer("Attention", OPERATOR, impl_id, "plain")
-    return path or None
+        record.layer("Attention", OPERATOR, answered[-1], "plain")
+    return path
 
 
 def _reasons_against(path: str, config: Any) -> list[str]:

@@ -8,7 +8,6 @@ calls the resolved operator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -24,179 +23,16 @@ from vllm_fl.dispatch._runtime import is_fatal
 from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.integration import engine
+from vllm_fl.integration.bindings import BINDINGS
 from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_fl.integration.bindings import Binding
+
 _WHITELIST = "VLLM_FL_OOT_WHITELIST"
 _BLACKLIST = "VLLM_FL_OOT_BLACKLIST"
-
-
-@dataclass(frozen=True)
-class Binding:
-    """How a class of layers is served by an operator.
-
-    Attributes:
-        module: where vLLM defines the class.
-        class_name: its name.
-        vllm_name: vLLM's own name of it, as in ``+rms_norm``.
-        op_name: the operator.
-        forward: the layer's forward, ``forward(layer, operator, *arguments)``.
-        native: calls the layer's own forward with the operator's arguments.
-        refuses: says why an instance needs vLLM's own path, or None.
-        examples: tiny arguments of the operator, for first calls.
-        with_subclasses: serve every subclass that has no forward of its own.
-    """
-
-    module: str
-    class_name: str
-    vllm_name: str
-    op_name: str
-    forward: Callable[..., Any]
-    native: Callable[..., Any]
-    examples: Callable[[Any], list[tuple[Any, ...]]]
-    refuses: Callable[[Any], str | None] = lambda layer: None
-    with_subclasses: bool = False
-
-
-def _silu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self._vllm_fl_operator(x)  # type: ignore[no-any-return]
-
-
-def _gelu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self._vllm_fl_operator(x, self.approximate)  # type: ignore[no-any-return]
-
-
-def _rms_forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-    has_weight = self.pass_weight if residual is None else self.pass_weight_add
-    weight = self.weight.data if has_weight else None
-    return self._vllm_fl_operator(x, residual, weight, self.variance_epsilon)
-
-
-def _gemma_forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-    return self._vllm_fl_operator(x, residual, self.weight.float() + 1.0, self.variance_epsilon)
-
-
-def _norm_native(own: Callable[..., Any]) -> Callable[..., Any]:
-    def native(x: torch.Tensor, residual: torch.Tensor | None, weight: Any, epsilon: float) -> Any:
-        return own(x) if residual is None else own(x, residual)
-
-    return native
-
-
-def _rotary_forward(
-    self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    cache = self._match_cos_sin_cache_dtype(query)
-    if torch.compiler.is_compiling():
-        cos, sin = cache.chunk(2, dim=-1)
-    else:
-        # The two views cost as much as the rest of this function.
-        tables = self._vllm_fl_tables
-        if tables is None or tables[0] is not cache:
-            tables = self._vllm_fl_tables = (cache, *cache.chunk(2, dim=-1))
-        _, cos, sin = tables
-    if positions.dim() != 1:
-        positions = positions.flatten()
-    tokens = positions.shape[0]
-    heads = query.view(tokens, -1, self.head_size)
-    key_heads = None if key is None else key.view(tokens, -1, self.head_size)
-    self._vllm_fl_operator(heads, key_heads, cos, sin, positions, not self.is_neox_style, True, cache)
-    return query, key
-
-
-def _rotary_native(own: Callable[..., Any]) -> Callable[..., Any]:
-    def native(
-        query: torch.Tensor, key: torch.Tensor | None, cos: Any, sin: Any, positions: Any, *_: Any
-    ) -> Any:
-        # vLLM's kernel reads three dimensions as [batch, sequence, hidden].
-        flat = [None if x is None else x.view(x.shape[0], -1) for x in (query, key)]
-        for written, result in zip(flat, own(positions, *flat), strict=True):
-            # Its PyTorch path returns new tensors, and the operator writes.
-            if written is not None and result is not written:
-                written.copy_(result)
-        return query, key
-
-    return native
-
-
-def _ones(layer: Any, *shape: int) -> torch.Tensor:
-    # No random numbers: the model's own come from the same generator.
-    weight = getattr(layer, "weight", None)
-    device = weight.device if isinstance(weight, torch.Tensor) else None
-    return torch.ones(shape, device=device)
-
-
-def _norm_examples(layer: Any) -> list[tuple[Any, ...]]:
-    x = _ones(layer, 1, layer.weight.shape[0])
-    weight = layer.weight.data.clone()
-    return [(x.clone(), residual, weight, layer.variance_epsilon) for residual in (None, x)]
-
-
-def _rotary_examples(layer: Any) -> list[tuple[Any, ...]]:
-    cache = layer.cos_sin_cache[:1].clone()
-    cos, sin = cache.chunk(2, dim=-1)
-    query = torch.ones(1, 2, layer.head_size, dtype=cache.dtype, device=cache.device)
-    positions = torch.zeros(1, dtype=torch.int64, device=cache.device)
-    return [(query, query[:, :1].clone(), cos, sin, positions, not layer.is_neox_style, True, cache)]
-
-
-def _variance_size(layer: Any) -> str | None:
-    if getattr(layer, "variance_size_override", None) is None:
-        return None
-    return "the operator has no variance_size_override"
-
-
-BINDINGS = (
-    Binding(
-        "vllm.model_executor.layers.activation",
-        "SiluAndMul",
-        "silu_and_mul",
-        "silu_and_mul",
-        _silu_forward,
-        lambda own: own,
-        lambda layer: [(_ones(layer, 1, 128),)],
-    ),
-    Binding(
-        "vllm.model_executor.layers.activation",
-        "GeluAndMul",
-        "gelu_and_mul",
-        "gelu_and_mul",
-        _gelu_forward,
-        lambda own: lambda x, approximate: own(x),
-        lambda layer: [(_ones(layer, 1, 128), layer.approximate)],
-    ),
-    Binding(
-        "vllm.model_executor.layers.layernorm",
-        "RMSNorm",
-        "rms_norm",
-        "rms_norm",
-        _rms_forward,
-        _norm_native,
-        _norm_examples,
-        _variance_size,
-    ),
-    Binding(
-        "vllm.model_executor.layers.layernorm",
-        "GemmaRMSNorm",
-        "gemma_rms_norm",
-        "rms_norm",
-        _gemma_forward,
-        _norm_native,
-        _norm_examples,
-    ),
-    Binding(
-        "vllm.model_executor.layers.rotary_embedding",
-        "RotaryEmbedding",
-        "rotary_embedding",
-        "rotary_embedding",
-        _rotary_forward,
-        _rotary_native,
-        _rotary_examples,
-        with_subclasses=True,
-    ),
-)
 
 
 # -- which classes are replaced -----------------------------------------------

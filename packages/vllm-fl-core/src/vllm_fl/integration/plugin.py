@@ -18,6 +18,7 @@ from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch._config import VARIABLES
 from vllm_fl.dispatch._config import boolean_variable
 from vllm_fl.dispatch._config import unread_variables
+from vllm_fl.integration import attention
 from vllm_fl.integration import engine
 from vllm_fl.integration import layers
 from vllm_fl.integration.log import logger
@@ -56,12 +57,17 @@ def install() -> None:
     layers.check_lists()
     if enabled and replaces:
         _wrap_engine_configuration()
-        _at_first_layer(layers.replace_all)
+        _at_first_layer(_take_over)
     else:
         off = "VLLM_FL_OOT_ENABLED" if enabled else "VLLM_FL_PREFER_ENABLED"
         # Newer vLLM sets up its log after it has loaded plug-ins, and drops this line until then.
         _at_first_layer(lambda: logger.info("vllm-fl: %s is off, every layer stays vLLM's own", off))
     _installed = True
+
+
+def _take_over() -> None:
+    layers.replace_all()
+    attention.install()
 
 
 def unsupported_vllm() -> str | None:

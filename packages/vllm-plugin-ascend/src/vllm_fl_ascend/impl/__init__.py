@@ -1,0 +1,1 @@
+"""The operators, by kind: each module calls torch_npu, which it imports."""
