@@ -1,0 +1,18 @@
+"""The entry point ``vllm_fl.plugin: cuda``. Imports no torch and no vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm_fl.dispatch import OpRegistry
+
+#: The plugin API that this plugin was written for.
+VLLM_FL_PLUGIN_API = 1
+
+
+def register_builtins(registry: OpRegistry) -> None:
+    """Register every operator of the backend."""
+    from vllm_fl_cuda.cuda import CudaBackend
+
+    registry.register_backend(CudaBackend())
