@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
@@ -46,6 +48,9 @@ def main() -> None:
         "report": report(llm) if report else None,
     }
     Path(sys.argv[2]).write_text(json.dumps(result))
+    if "VLLM_FL_TRACE_DIR" in os.environ:
+        # A worker is killed when this process ends: let it write its record first.
+        time.sleep(1)
 
 
 if __name__ == "__main__":

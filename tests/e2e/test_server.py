@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 from engine import serve
+
+from vllm_fl.dispatch.trace import WRITE_EVERY_SECONDS
 
 if TYPE_CHECKING:
     from checkpoints import Checkpoint
@@ -20,6 +23,8 @@ def test_server(qwen3: Checkpoint, evidence: Evidence) -> None:
     options = {"fail_on_environ_validation": True}
     with serve(qwen3, env=evidence.env(VLLM_FL_PREFER="reference"), engine_args=options) as server:
         answers = tuple(server.complete(prompt) for prompt in qwen3.prompts)
+        # The worker is killed at the end: let it write its record first.
+        time.sleep(3 * WRITE_EVERY_SECONDS)
     assert answers == qwen3.golden
     assert server.returncode == 0
     assert "Application shutdown complete" in server.log

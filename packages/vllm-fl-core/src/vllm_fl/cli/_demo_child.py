@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_fl.dispatch.trace import WRITE_EVERY_SECONDS
+
 
 def main() -> None:
     """Answer ``request.json`` of the folder in ``argv[1]`` with ``answer.json``."""
@@ -37,6 +39,8 @@ def main() -> None:
         "tokens": [list(a.outputs[0].token_ids) for a in answers],
     }
     (work / "answer.json").write_text(json.dumps(answer))
+    # vLLM kills its worker when this process ends: let it write its record first.
+    time.sleep(3 * WRITE_EVERY_SECONDS)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ SCHEMA_VERSION = 1
 
 #: Different argument lists that are kept for an operator and an implementation.
 _SIGNATURES_KEPT = 16
-_WRITE_EVERY_SECONDS = 0.5
+#: A process that is killed loses what it did in the last moments.
+WRITE_EVERY_SECONDS = 0.2
 
 
 class Recorder:
@@ -102,7 +103,7 @@ class Recorder:
     def _write_what_is_new(self) -> None:
         written = 0
         while True:
-            time.sleep(_WRITE_EVERY_SECONDS)
+            time.sleep(WRITE_EVERY_SECONDS)
             if self._version != written:
                 written = self._version
                 self.write()
