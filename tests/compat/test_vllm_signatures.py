@@ -115,7 +115,8 @@ def test_every_import_of_vllm_is_a_need() -> None:
     }
     assert imported
     for module, name in imported:
-        place = re.compile(rf"{re.escape(f'{module}:{name}')}\b")
+        # Some modules make a name when it is asked for.
+        place = re.compile(rf"{re.escape(module)}:({re.escape(name)}\b|__getattr__$)")
         assert f"{module}.{name}" in modules or any(map(place.match, PLACES)), (module, name)
 
 
@@ -228,7 +229,7 @@ def test_an_environment_that_an_older_place_checks(small: Path) -> None:
     source = check.Source(small)
     function = check.find(source, "vllm.platforms.interface:Platform.validate_environ")
     source.tree("vllm.envs").body.append(function)
-    source._trees["vllm.platforms.interface"] = None
+    check.find(source, "vllm.platforms.interface:Platform").body.remove(function)
     assert _problems(source) == {}
     assert check.read_facts(source)["validate_environ"]["place"] == "vllm.envs:validate_environ"
 
