@@ -102,10 +102,15 @@ class Engine:
 def measure(model: Path, mode: str, batch: int, engines: list[Engine], steps: int) -> list[dict[str, Any]]:
     """Return a row for each engine after the first, which is native."""
     warm_up = 5
-    prefill = {
-        e.name: e.start(f"{mode}-{batch}", batch, prompt_length=64, tokens=steps + warm_up + 2)
-        for e in engines
-    }
+    prefill: dict[str, list[float]] = {e.name: [] for e in engines}
+    for turn in range(_PREFILLS + 1):
+        for engine in engines if turn % 2 else reversed(engines):
+            seconds = engine.start(f"prefill-{turn}", batch, tokens=1)
+            engine.finish()
+            if turn:
+                prefill[engine.name].append(seconds)
+    for engine in engines:
+        engine.start("decode", batch, tokens=steps + warm_up + 2)
     times: dict[str, list[float]] = {e.name: [] for e in engines}
     for turn in range(warm_up + steps):
         # The order turns round, so that nobody always follows the same neighbour.

@@ -50,7 +50,7 @@ def reasons(manager: OpManager) -> dict[str, str]:
     found = {}
     for op_name in OPERATORS:
         (report,) = [c for c in manager.explain(op_name).candidates if c.impl_id == "default.flagos"]
-        if report.status == "unavailable":
+        if report.status == "missing":
             found[op_name] = report.reason.removeprefix("not available: ")
     return found
 
