@@ -48,7 +48,8 @@ def reason() -> str | None:
     registry = OpRegistry()
     register_ops.register_builtins(registry)
     (report,) = OpManager(registry).explain("rms_norm").candidates
-    return report.reason.removeprefix("not available: ") if report.status in ("unavailable", "missing") else None
+    is_rejected = report.status in ("unavailable", "missing")
+    return report.reason.removeprefix("not available: ") if is_rejected else None
 
 
 def test_nothing_is_installed(here):
