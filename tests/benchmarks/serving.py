@@ -99,12 +99,18 @@ class Engine:
             self.engine.step()
 
 
+def _rotated(engines: list[Engine], turn: int) -> list[Engine]:
+    """Return the order of a turn: everybody stands as often in every place."""
+    start = turn % len(engines)
+    return engines[start:] + engines[:start]
+
+
 def measure(model: Path, mode: str, batch: int, engines: list[Engine], steps: int) -> list[dict[str, Any]]:
     """Return a row for each engine after the first, which is native."""
     warm_up = 5
     prefill: dict[str, list[float]] = {e.name: [] for e in engines}
     for turn in range(_PREFILLS + 1):
-        for engine in engines if turn % 2 else reversed(engines):
+        for engine in _rotated(engines, turn):
             seconds = engine.start(f"prefill-{turn}", batch, tokens=1)
             engine.finish()
             if turn:
@@ -113,8 +119,7 @@ def measure(model: Path, mode: str, batch: int, engines: list[Engine], steps: in
         engine.start("decode", batch, tokens=steps + warm_up + 2)
     times: dict[str, list[float]] = {e.name: [] for e in engines}
     for turn in range(warm_up + steps):
-        # The order turns round, so that nobody always follows the same neighbour.
-        for engine in engines if turn % 2 else reversed(engines):
+        for engine in _rotated(engines, turn):
             seconds = engine.step()
             if turn >= warm_up:
                 times[engine.name].append(seconds)
