@@ -62,7 +62,7 @@ def ship_policy(engine_args: Any) -> None:
         given = {}
     if not isinstance(given, dict):
         # A caller's own class. The environment reaches a worker without us.
-        if policy.sources and "code" not in policy.sources.values() and _is_from_environment(policy):
+        if _is_from_environment(policy):
             return
         raise PolicyError(
             "a policy that is set in code cannot reach vLLM's workers, because additional_config is a "
