@@ -51,10 +51,6 @@ def rotary_embedding(
     """
     if query.dim() < 3:
         raise ValueError(f"query must be T[..., heads, head], not of shape {tuple(query.shape)}")
-    if not inplace:
-        query = query.clone(memory_format=torch.contiguous_format)
-        if key is not None:
-            key = key.clone(memory_format=torch.contiguous_format)
     half = cos.shape[-1]
     tokens = query.shape[:-2]
     # Which axis of a head's (2, half) or (half, 2) elements tells a from b.
@@ -72,6 +68,16 @@ def rotary_embedding(
         cos = wide(cos).reshape(*tokens, *table)
         sin = wide(sin).reshape(*tokens, *table)
     # A query of float16 times a table of float32 is computed in float32.
+    if not inplace or torch.compiler.is_compiling():
+        # A compiler makes of writes to parts of a fused qkv slow copies of the whole.
+        new_query = _rotated(query, cos, sin, half, pair)
+        new_key = None if key is None else _rotated(key, cos, sin, half, pair)
+        if not inplace:
+            return new_query, new_key
+        query.copy_(new_query)
+        if key is not None and new_key is not None:
+            key.copy_(new_key)
+        return query, key
     both = None if key is None else _adjacent(query, key)
     if both is not None:
         _rotate(both, cos, sin, half, pair)
@@ -80,6 +86,20 @@ def rotary_embedding(
         if key is not None:
             _rotate(key, cos, sin, half, pair)
     return query, key
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, half: int, pair: int) -> Tensor:
+    cos, sin = cos.squeeze(pair), sin.squeeze(pair)
+    if pair == -1:
+        a, b = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
+    else:
+        a, b = x[..., :half], x[..., half : 2 * half]
+    # As in `_rotate`, so that both have the same bits.
+    new = (torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin))
+    turned = (torch.stack(new, -1).flatten(-2) if pair == -1 else torch.cat(new, -1)).to(x.dtype)
+    if x.shape[-1] != 2 * half:
+        turned = torch.cat((turned, x[..., 2 * half :]), -1)
+    return turned.contiguous()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, half: int, pair: int) -> None:
@@ -100,9 +120,9 @@ def _adjacent(query: Tensor, key: Tensor) -> Tensor | None:
     """Return query and key as one tensor, if key's heads follow query's in memory.
 
     So they do in a fused qkv. With few tokens the time goes into calling torch, and
-    this halves the calls. A compiler fuses them anyway, and follows no such views.
+    this halves the calls.
     """
-    if torch.compiler.is_compiling() or query.requires_grad:
+    if query.requires_grad:
         return None
     shape = query.shape
     stride = query.stride()
