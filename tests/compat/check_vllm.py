@@ -1,8 +1,8 @@
 """Check that a vLLM has what vllm-fl relies on, by reading its files: nothing is run or installed.
 
-    python tests/compat/check_vllm.py vllm-0.33.0-cp38-abi3-manylinux_2_28_x86_64.whl
-    python tests/compat/check_vllm.py --download 0.26.0 0.33.0
-    python tests/compat/check_vllm.py --recorded
+    hatch run canary vllm-0.34.0-cp38-abi3-manylinux_2_28_x86_64.whl
+    hatch run canary 0.34.0 0.35.0      # gets the wheels with pip
+    hatch run canary --recorded
 
 It prints one line per need of needs.toml and one column per vLLM, what moved, and what reads
 otherwise than in the recorded release of that minor version, or the newest. Exit status 1
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__).parent
+INTEGRATION = HERE.parents[1] / "packages" / "vllm-fl-core" / "src" / "vllm_fl" / "integration"
 
 Facts = dict[str, Any]
 
@@ -60,13 +61,16 @@ _OP = "vllm.model_executor.custom_op"
 LAYERS = "vllm.model_executor.layers"
 _ROPE = f"{LAYERS}.rotary_embedding"
 
-#: The classes that layers.py serves; which subclasses of the last one are served is read.
+#: The classes that layers.py serves; which subclasses of RotaryEmbedding are served is read.
 SERVED = {
     "SiluAndMul": f"{LAYERS}.activation",
     "GeluAndMul": f"{LAYERS}.activation",
     "RMSNorm": f"{LAYERS}.layernorm",
     "GemmaRMSNorm": f"{LAYERS}.layernorm",
     "RotaryEmbedding": _ROPE,
+    "UnquantizedFusedMoEMethod": f"{LAYERS}.fused_moe.unquantized_fused_moe_method",
+    "MoERunner": f"{LAYERS}.fused_moe.runner.moe_runner",
+    "QuantFP8": f"{LAYERS}.quantization.input_quant_fp8",
 }
 
 SUBCLASSES = "RotaryEmbedding's subclasses"
@@ -355,6 +359,24 @@ def download(version: str, cache: Path) -> Path:
     raise SystemExit(f"no wheel of vLLM {version}")
 
 
+def unsupported(version: str) -> str | None:
+    """Say what vllm-fl does with a vLLM that it does not know; None where it is supported."""
+    text = (INTEGRATION / "plugin.py").read_text("utf-8")
+    found = dict(re.findall(r"^(OLDEST_VLLM|FIRST_UNKNOWN_VLLM) = (\(.*\))$", text, re.MULTILINE))
+    oldest, unknown = (ast.literal_eval(found[name]) for name in ("OLDEST_VLLM", "FIRST_UNKNOWN_VLLM"))
+    if list(oldest) <= _key(version)[:2] < list(unknown):
+        return None
+    return "vllm-fl stays off and vLLM runs natively, until the bounds in integration/plugin.py include it"
+
+
+def _wheel(given: str, cache: Path) -> Path:
+    if Path(given).exists():
+        return Path(given)
+    if re.fullmatch(r"\d+(\.\w+)+", given):
+        return download(given, cache)
+    raise SystemExit(f"{given} is no wheel, no folder and no version")
+
+
 def report(every: dict[str, Facts]) -> int:
     """Print the table, what moved and who is served; return how much moved."""
     moved = {version: problems(facts) for version, facts in every.items()}
@@ -386,15 +408,13 @@ def main(arguments: list[str] | None = None) -> int:
     cache = Path.home() / ".cache" / "vllm-fl-compat"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
-    add("paths", nargs="*", type=Path, metavar="WHEEL_OR_FOLDER")
-    add("--download", nargs="+", default=[], metavar="VERSION", help="get these wheels with pip")
-    add("--cache", type=Path, default=cache, metavar="FOLDER", help=f"keep them there ({cache})")
+    add("vllms", nargs="*", metavar="WHEEL|FOLDER|VERSION", help="pip gets the wheel of a version")
+    add("--cache", type=Path, default=cache, metavar="FOLDER", help=f"wheels are kept there ({cache})")
     add("--record", action="store_true", help="write facts-<version>.json")
     add("--recorded", action="store_true", help="judge the recorded facts again")
     given = parser.parse_args(arguments)
     baselines = recorded()
-    read = [Source(path) for path in given.paths]
-    read += [Source(download(version, given.cache)) for version in given.download]
+    read = [Source(_wheel(one, given.cache)) for one in given.vllms]
     fresh = {one.version: read_facts(one) for one in sorted(read, key=lambda one: _key(one.version))}
     every = {**(baselines if given.recorded else {}), **fresh}
     if not every:
@@ -405,6 +425,9 @@ def main(arguments: list[str] | None = None) -> int:
         baseline = (same_minor or [*baselines.values()] or [facts])[-1]
         for line in differences(facts, baseline):
             print(f"vLLM {version}, unlike the recorded {baseline['version']}: {line}")
+        gate = unsupported(version)
+        if gate:
+            print(f"vLLM {version}: {gate}")
         if given.record:
             lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(fact)}" for name, fact in facts.items())
             (HERE / f"facts-{version}.json").write_text(f"{{\n{lines}\n}}\n")

@@ -129,7 +129,9 @@ def test_every_layer_is_a_need() -> None:
     said = {text for need in check.NEEDS for text in need.says}
     for binding in BINDINGS:
         assert f"{binding.module}:{binding.class_name}" in PLACES
-        assert f"@CustomOp.register('{binding.vllm_name}')" in said
+        # A runner is no CustomOp, and has no switch.
+        is_switched = binding.vllm_name != binding.class_name
+        assert (f"@CustomOp.register('{binding.vllm_name}')" in said) is is_switched
 
 
 # -- the checker: what moves is named ------------------------------------------
@@ -299,3 +301,29 @@ def test_the_command(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert re.search(r"^load_general_plugins +MOVED$", said, re.MULTILINE)
     assert "vLLM 0.33.7: load_general_plugins moved: vllm.plugins:load_general_plugins is not there" in said
+
+
+def test_a_version_is_downloaded(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+
+    def download(version: str, cache: Path) -> Path:
+        asked.append(version)
+        return small
+
+    monkeypatch.setattr(check, "download", download)
+    assert check.main(["0.33.7"]) == 0
+    assert asked == ["0.33.7"]
+    with pytest.raises(SystemExit, match="no wheel, no folder and no version"):
+        check.main(["vllm-of-tomorrow.whl"])
+
+
+@pytest.mark.parametrize(("version", "is_known"), [("0.25.9", False), ("0.33.7", True), ("0.34.0", False)])
+def test_what_happens_with_a_version_that_is_not_supported(
+    small: Path, capsys: pytest.CaptureFixture[str], version: str, is_known: bool
+) -> None:
+    (small / "vllm" / "_version.py").write_text(f"__version__ = version = '{version}'\n")
+    assert check.main([str(small)]) == 0
+    said = capsys.readouterr().out
+    assert (f"vLLM {version}: vllm-fl stays off and vLLM runs natively" in said) is not is_known

@@ -122,7 +122,8 @@ def test_classes_that_are_replaced(served_vllm: None) -> None:
     from vllm_fl.integration.layers import Served
 
     served = {name for name, cls in op_registry_oot.items() if issubclass(cls, Served)}
-    assert served == {"SiluAndMul", "GeluAndMul", "RMSNorm", "GemmaRMSNorm", *_ROTARY}
+    others = {"UnquantizedFusedMoEMethod", "MoERunner", "QuantFP8"}
+    assert served == {"SiluAndMul", "GeluAndMul", "RMSNorm", "GemmaRMSNorm", *_ROTARY, *others}
 
 
 def test_classes_that_are_not(served_vllm: None) -> None:
@@ -492,6 +493,7 @@ def register(served_vllm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.custom_op import PluggableLayer
 
     from vllm_fl.integration import plugin
     from vllm_fl.integration import register
@@ -500,6 +502,7 @@ def register(served_vllm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     # vLLM's log, once it is set up, does not reach pytest's.
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     own = EngineArgs.create_engine_config, CustomOp.__new__, dict(envs.environment_variables)
+    pluggable = PluggableLayer.__new__
 
     def installed() -> list[str]:
         register()
@@ -515,6 +518,7 @@ def register(served_vllm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
 
     yield installed
     EngineArgs.create_engine_config, CustomOp.__new__ = own[:2]
+    PluggableLayer.__new__ = pluggable
     envs.environment_variables.clear()
     envs.environment_variables.update(own[2])
 

@@ -51,6 +51,21 @@ def silu_that_refuses(x: Tensor) -> Tensor:
     raise NotImplementedError("not for these inputs")
 
 
+def experts_that_die(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    raise RuntimeError("no such kernel")
+
+
 def register_builtins(registry: Any) -> None:
     from vllm_fl.dispatch import BackendImplKind
     from vllm_fl.dispatch import OpImpl
@@ -64,5 +79,6 @@ def register_builtins(registry: Any) -> None:
             impl("rms_norm", "alias", norm_that_returns_its_argument, writes=()),
             impl("silu_and_mul", "strided", silu_that_is_not_contiguous),
             impl("silu_and_mul", "refuses", silu_that_refuses),
+            impl("fused_experts", "experts", experts_that_die),
         ]
     )

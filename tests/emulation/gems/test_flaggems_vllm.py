@@ -37,10 +37,17 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def qwen3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+def checkpoint_root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cache = getattr(request.config, "cache", None)
-    root = tmp_path_factory.mktemp("checkpoints") if cache is None else cache.mkdir("vllm-fl-checkpoints")
-    return build("qwen3", root)
+    root: Path = (
+        tmp_path_factory.mktemp("checkpoints") if cache is None else cache.mkdir("vllm-fl-checkpoints")
+    )
+    return root
+
+
+@pytest.fixture(scope="module")
+def qwen3(checkpoint_root: Path) -> Checkpoint:
+    return build("qwen3", checkpoint_root)
 
 
 @pytest.fixture
@@ -84,6 +91,19 @@ def test_eager_flaggems_but_for_one_operator(qwen3: Checkpoint, evidence: Eviden
     by = dict.fromkeys(_SERVED, "default.flagos") | {"rms_norm": "reference.torch"}
     assert_served(evidence.calls(), by)
     assert "VLLM_FL_FLAGOS_BLACKLIST is set and nobody reads it" not in result.log
+
+
+def test_eager_flaggems_mixture_of_experts(checkpoint_root: Path, evidence: Evidence) -> None:
+    qwen3_moe = build("qwen3_moe", checkpoint_root)
+    result = run_vllm(qwen3_moe, env=emulated(evidence), timeout=600).checked()
+    assert result.tokens == qwen3_moe.golden
+    calls = evidence.calls()
+    # One of the two layers has experts.
+    assert calls["fused_experts", "default.flagos"] == calls["topk_softmax", "default.flagos"] >= 16
+    layers = evidence.layers()
+    assert layers["UnquantizedFusedMoEMethod", "default.flagos", "guard"] == 1
+    assert layers["CPURouter", "default.flagos", "guard"] == 1
+    assert "set aside" not in result.log
 
 
 def test_compiled_flaggems(qwen3: Checkpoint, evidence: Evidence) -> None:

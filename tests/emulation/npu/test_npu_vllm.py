@@ -82,6 +82,19 @@ def test_eager(
     assert calls[_FIA] >= 2 * len(checkpoint.golden[0])
 
 
+def test_eager_mixture_of_experts(
+    make_checkpoint: Callable[[str], Checkpoint], card: Mapping[str, str], evidence: Evidence
+) -> None:
+    checkpoint = make_checkpoint("qwen3_moe")
+    result = _run(checkpoint, card, evidence)
+    assert result.tokens == checkpoint.golden
+    ours = evidence.calls()
+    # One of the two layers has experts.
+    assert ours["fused_experts", "vendor.ascend"] == ours["topk_softmax", "vendor.ascend"] >= 16
+    kernels = {"npu_moe_gating_top_k_softmax", "npu_moe_init_routing", "npu_grouped_matmul"}
+    assert set(result.report["calls"]) >= kernels
+
+
 def test_eager_chunked_prefill(
     make_checkpoint: Callable[[str], Checkpoint], card: Mapping[str, str], evidence: Evidence
 ) -> None:

@@ -86,6 +86,9 @@ class Operator:
         forms: the torch operators that it becomes.
         selector: the tensor whose rows, last dimension and dtype may choose an
             implementation; the first argument where it is None.
+        native_prepares: vLLM's own path needs what it prepares when a model is
+            loaded, such as another layout of the weights. It is then chosen when a
+            layer is built or never: it cannot take over at a later call.
     """
 
     name: str
@@ -96,6 +99,7 @@ class Operator:
     fake: Callable[..., Any] | None = None
     forms: tuple[TorchForm, ...] = ()
     selector: str | None = None
+    native_prepares: bool = False
 
 
 _ATTRIBUTE = "__operator__"
@@ -108,6 +112,7 @@ def operator(
     fake: Callable[..., Any] | None = None,
     forms: tuple[TorchForm, ...] | None = None,
     selector: str | None = None,
+    native_prepares: bool = False,
 ) -> Callable[[Any], Any]:
     """Declare the decorated method as an operator; see :class:`Operator`.
 
@@ -131,6 +136,7 @@ def operator(
             fake=fake,
             forms=its_forms,
             selector=selector or (parameters[0].name if parameters else None),
+            native_prepares=native_prepares,
         )
         setattr(method, _ATTRIBUTE, declaration)
         return method

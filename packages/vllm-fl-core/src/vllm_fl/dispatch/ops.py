@@ -336,7 +336,10 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         """
         raise NotImplementedError
 
-    @operator(fake=lambda torch, hidden_states, *_, **__: _contiguous_like(torch, hidden_states))
+    @operator(
+        fake=lambda torch, hidden_states, *_, **__: _contiguous_like(torch, hidden_states),
+        native_prepares=True,
+    )
     def fused_experts(
         self,
         hidden_states: Tensor,

@@ -64,9 +64,11 @@ def build(
     op_name = decision.op_name
     operator = snapshot.operators.get(op_name)
     impls = {impl.impl_id: impl for impl in snapshot.impls_by_op.get(op_name, ())}
-    candidates = []
+    candidates: list[_guard.Candidate] = []
     for report in decision.usable:
         if report.impl_id == NATIVE and native is not None:
+            if candidates and operator is not None and operator.native_prepares:
+                continue  # by the time of a call nothing is prepared for it
             candidates.append(replace(native, fn=trace.recorded(op_name, NATIVE, native.fn)))
             continue
         impl = impls[report.impl_id]

@@ -23,9 +23,11 @@ from vllm_fl.dispatch.types import match_token
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vllm_fl.dispatch.declaration import Operator
     from vllm_fl.dispatch.policy import SelectionPolicy
     from vllm_fl.dispatch.registry import OpRegistrySnapshot
     from vllm_fl.dispatch.types import OpImpl
+    from vllm_fl.dispatch.types import Origin
 
 logger = get_logger(__name__)
 
@@ -62,7 +64,7 @@ def decide(
     pending = sorted(impls, key=lambda impl: (-(impl.priority or 0), impl.impl_id))
     for token in tokens:
         if token == NATIVE and with_native:
-            usable.append(_native(is_first=not usable))
+            usable.append(_native(snapshot.operators.get(op_name), is_first=not usable))
         for impl in [impl for impl in pending if match_token(impl, token)]:
             pending.remove(impl)
             why = _rejection(impl, policy, failed, snapshot)
@@ -125,13 +127,22 @@ def _rejection(
 
 
 def _report(impl: OpImpl, state: str, reason: str) -> CandidateReport:
-    wheel = f"{impl.origin.distribution} {impl.origin.version}".rstrip() if impl.origin else "-"
+    wheel = _wheel(impl.origin) if impl.origin else "-"
     return CandidateReport(impl.impl_id, impl.kind.value, wheel, impl.priority or 0, state, reason)
 
 
-def _native(*, is_first: bool) -> CandidateReport:
+def _wheel(origin: Origin) -> str:
+    return f"{origin.distribution} {origin.version}".rstrip()
+
+
+def _native(operator: Operator | None, *, is_first: bool) -> CandidateReport:
     state = status.CHOSEN if is_first else status.NEXT
-    reason = "chosen: vLLM's own path" if is_first else "vLLM's own path, if those before it do not run"
+    if is_first:
+        reason = "chosen: vLLM's own path"
+    elif operator is not None and operator.native_prepares:
+        reason = "vLLM's own path, if those before it fail when the layer is built; not at a later call"
+    else:
+        reason = "vLLM's own path, if those before it do not run"
     return CandidateReport(NATIVE, NATIVE, "vllm", 0, state, reason)
 
 
@@ -177,7 +188,8 @@ def _packaged_defaults(snapshot: OpRegistrySnapshot) -> SelectionPolicy | None:
         return None
     from vllm_fl.dispatch._config import policy_from_values
 
-    place = f"the packaged defaults of {backend.vendor}"
+    wheel = next((f" ({_wheel(i.origin)})" for i in impls if i.vendor == backend.vendor and i.origin), "")
+    place = f"the packaged defaults of {backend.vendor}{wheel}"
     try:
         packaged = policy_from_values(backend.default_policy, place)
         check_names(packaged, snapshot)

@@ -17,6 +17,7 @@ from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import trace
+from vllm_fl.dispatch._runtime import is_one_of_several_ranks
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.integration.log import logger
 
@@ -81,7 +82,9 @@ def _chosen(config: Any) -> str | None:
         reasons = _reasons_against(path, config) if path else []
     except (PolicyError, NoImplementationError):
         raise
-    except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
+    except Exception as error:
+        if is_one_of_several_ranks():
+            raise  # alone on another backend than the others, its answers would be wrong
         logger.error("vllm-fl: vLLM chooses the attention: %s: %s", type(error).__name__, error)
         return None
     if path is None:

@@ -5,11 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import ClassVar
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+class Served:
+    """What every class begins with that takes the place of one of vLLM's."""
+
+    vllm_fl_binding: ClassVar[Binding]
+    #: ``decide(owner, binding, layer)`` of layers.py, which imports this module.
+    vllm_fl_decide: ClassVar[Callable[..., None]]
+
+
+class DecidesWhenBuilt(Served):
+    """Chooses its forward at the end of its constructor."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.vllm_fl_decide(self, self.vllm_fl_binding, self)
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,12 @@ class Binding:
         refuses: says why an instance needs vLLM's own path, or None.
         examples: tiny arguments of the operator, for first calls.
         with_subclasses: serve every subclass that has no forward of its own.
+        keywords: the operator's keyword arguments, fixed for an instance.
+        mixin: what the class that takes its place does first; it says when the
+            choice is made.
+        attribute: where an instance keeps the forward that it calls.
+        stacks: it can be built on another plug-in's subclass of the class.
+        is_traced: a compiler may look into it, where the implementation can be traced.
     """
 
     module: str
@@ -37,6 +60,11 @@ class Binding:
     examples: Callable[[Any], list[tuple[Any, ...]]]
     refuses: Callable[[Any], str | None] = lambda layer: None
     with_subclasses: bool = False
+    keywords: Callable[[Any], dict[str, Any]] = lambda layer: {}
+    mixin: type[Served] = DecidesWhenBuilt
+    attribute: str = "_forward_method"
+    stacks: bool = True
+    is_traced: bool = True
 
 
 def _silu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -81,8 +109,14 @@ def _rotary_forward(
     tokens = positions.shape[0]
     heads = query.view(tokens, -1, self.head_size)
     key_heads = None if key is None else key.view(tokens, -1, self.head_size)
-    self._vllm_fl_operator(heads, key_heads, cos, sin, positions, not self.is_neox_style, True, cache)
-    return query, key
+    # What a compiler sees through is fastest where it writes nothing.
+    in_place = self._vllm_fl_is_opaque or not torch.compiler.is_compiling()
+    new = self._vllm_fl_operator(
+        heads, key_heads, cos, sin, positions, not self.is_neox_style, in_place, cache
+    )
+    if in_place:
+        return query, key
+    return new[0].view(query.shape), None if key is None else new[1].view(key.shape)
 
 
 def _rotary_native(own: Callable[..., Any]) -> Callable[..., Any]:

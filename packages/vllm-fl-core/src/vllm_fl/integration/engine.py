@@ -19,6 +19,8 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import trace
+from vllm_fl.dispatch.backend import describe
+from vllm_fl.integration import ranks
 from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
@@ -102,6 +104,7 @@ def begin(vllm_config: Any) -> Plan | None:
 
     Raises:
         PolicyError: the shipped policy is not the one that its fingerprint names.
+        RanksDifferError: another rank of the engine chose otherwise, or did not choose.
     """
     if getattr(vllm_config, "model_config", None) is None:
         return None
@@ -112,6 +115,17 @@ def begin(vllm_config: Any) -> Plan | None:
         if shipped is None or shipped["fingerprint"] == manager.plan.policy:
             return manager.plan
         manager.thaw()
+    try:
+        return _freeze(shipped)
+    except Exception as error:
+        # Nothing is fixed that the ranks have not agreed on, and nobody waits for this one.
+        manager.thaw()
+        if not isinstance(error, ranks.RanksDifferError):
+            ranks.withdraw(describe(error))
+        raise
+
+
+def _freeze(shipped: Any) -> Plan:
     if shipped is not None and get_policy().fingerprint() != shipped["fingerprint"]:
         policy = SelectionPolicy.from_plain(shipped["policy"], "the front end")
         if policy.fingerprint() != shipped["fingerprint"]:
@@ -120,7 +134,8 @@ def begin(vllm_config: Any) -> Plan | None:
                 f"{shipped['fingerprint']}: their vllm-fl-core differ."
             )
         set_global_policy(policy)
-    plan = manager.freeze(_facts)
+    plan = get_default_manager().freeze(_facts)
+    ranks.agree(plan, _facts)
     record = trace.recorder()
     if record is not None:
         record.fact("fingerprint", plan.fingerprint)

@@ -8,6 +8,7 @@ calls the resolved operator.
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -20,16 +21,24 @@ from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._config import names_variable
 from vllm_fl.dispatch._runtime import is_fatal
+from vllm_fl.dispatch._runtime import is_one_of_several_ranks
 from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.integration import engine
-from vllm_fl.integration.bindings import BINDINGS
+from vllm_fl.integration import moe
+from vllm_fl.integration import quantization
+from vllm_fl.integration import ranks
+from vllm_fl.integration import vendors
+from vllm_fl.integration.bindings import BINDINGS as PLAIN
+from vllm_fl.integration.bindings import Served
 from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_fl.integration.bindings import Binding
+
+BINDINGS: tuple[Binding, ...] = (*PLAIN, *moe.BINDINGS, *quantization.BINDINGS)
 
 _WHITELIST = "VLLM_FL_OOT_WHITELIST"
 _BLACKLIST = "VLLM_FL_OOT_BLACKLIST"
@@ -97,6 +106,7 @@ def replace_all() -> None:
         raise
     except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
         engine.note_fault("replace_all")
+        ranks.withdraw(f"vllm-fl is off there: {type(error).__name__}: {error}")
         logger.error("vllm-fl is off, vLLM runs natively: %s: %s", type(error).__name__, error)
         logger.debug("vllm-fl failed to replace the layers", exc_info=True)
 
@@ -121,21 +131,23 @@ def _replace_all() -> None:
                 reason = f"{_WHITELIST} does not name it"
             if reason is None and names.intersection(denied):
                 reason = f"{_BLACKLIST} names it"
-            if reason is None and not issubclass(theirs, cls):
-                reason = f"{theirs.__module__}.{theirs.__qualname__} replaces it and is no subclass of it"
+            if reason is None:
+                reason = vendors.why_not_on(theirs, cls, binding)
             if reason is not None:
                 skipped[name] = reason
                 continue
             # Not register_oot, which asserts where another plug-in came first:
             # our class is then built on theirs, and theirs is its native path.
             op_registry_oot[name] = _served(theirs, cls, binding)
-            replaced.append(name if theirs is cls else f"{name} on {theirs.__module__}.{theirs.__qualname__}")
+            replaced.append(name if theirs is cls else f"{name} on {vendors.name_of(theirs)}")
+    vendors.make_way(_served)
     engine.remember("layers", sorted(replaced))
     logger.info("vllm-fl: serves %s", ", ".join(replaced) or "no layer")
     for name, reason in skipped.items():
         logger.info("vllm-fl: %s stays vLLM's own: %s", name, reason)
     record = trace.recorder()
     if record is not None:
+        record.fact("served_layers", sorted(replaced))
         record.fact("skipped_layers", skipped)
 
 
@@ -148,43 +160,40 @@ def _note_graph(op_name: str, impl_id: str) -> bool:
     return True
 
 
-class Served:
-    """Marks the classes that this module makes."""
-
-
 def _served(theirs: type, cls: type, binding: Binding) -> type:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        theirs.__init__(self, *args, **kwargs)  # type: ignore[misc]
-        _decide(self, binding)
-
     served = type(
         f"Served{cls.__name__}",
-        (theirs, Served),
+        (binding.mixin, theirs),
         {
-            "__init__": __init__,
             "__module__": __name__,
             "__doc__": f"vLLM's {cls.__name__}, served by the operator {binding.op_name}.",
             "forward_vllm_fl": binding.forward,
+            "vllm_fl_binding": binding,
+            "vllm_fl_decide": staticmethod(decide),
         },
     )
-    # vLLM's switch is "+rms_norm": the name of its own class.
-    served.name = cls.name  # type: ignore[attr-defined]
+    if hasattr(cls, "name"):
+        # vLLM's switch is "+rms_norm": the name of its own class.
+        served.name = cls.name  # type: ignore[attr-defined]
     return served
 
 
 # -- what one layer does --------------------------------------------------------
 
 
-def _decide(layer: Any, binding: Binding) -> None:
-    """Choose a layer's forward, once; on a fault of ours it stays vLLM's own."""
+def decide(owner: Any, binding: Binding, layer: Any) -> None:
+    """Choose the forward of ``owner``, once; on a fault of ours it stays vLLM's own.
+
+    ``layer`` knows what the binding asks for: it is the owner itself, or what it is a part of.
+    """
     from vllm.config import get_current_vllm_config
 
-    own = layer._forward_method
-    name = type(layer).__name__.removeprefix("Served")
+    own = getattr(owner, binding.attribute)
+    name = type(owner).__name__.removeprefix("Served")
     try:
         vllm_config = get_current_vllm_config()
         engine.begin(vllm_config)
-        reason = _why_native(layer, binding)
+        reason = _why_native(owner, binding, layer)
         if reason is None:
             compiled = bool(vllm_config.compilation_config.mode)
             chosen, form, operator = _operator(layer, binding, own, compiled=compiled)
@@ -196,37 +205,44 @@ def _decide(layer: Any, binding: Binding) -> None:
             _say_once(f"vllm-fl: {name} stays vLLM's own: {reason or 'the policy chooses it'}")
     except (PolicyError, NoImplementationError, _ExplicitFailure):
         raise
-    except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
+    except Exception as error:
+        if is_one_of_several_ranks():
+            raise  # alone on another path than the others, its answers would be wrong
         if engine.note_fault(name):
             logger.error("vllm-fl: %s runs vLLM's own path: %s: %s", name, type(error).__name__, error)
             logger.debug("vllm-fl failed to serve a layer", exc_info=True)
         return
     if operator is not None:
-        layer._vllm_fl_operator = operator
-        layer._vllm_fl_tables = None
-        layer._forward_method = layer.forward_vllm_fl
+        owner._vllm_fl_operator = operator
+        owner._vllm_fl_is_opaque = form == "opaque"
+        owner._vllm_fl_tables = None
+        setattr(owner, binding.attribute, MethodType(binding.forward, owner))
     record = trace.recorder()
     if record is not None:
         record.layer(name, binding.op_name, chosen, form)
         if operator is None:
-            layer._forward_method = trace.recorded(binding.op_name, NATIVE, own)
+            setattr(owner, binding.attribute, trace.recorded(binding.op_name, NATIVE, own))
 
 
-def _why_native(layer: Any, binding: Binding) -> str | None:
+def _why_native(owner: Any, binding: Binding, layer: Any) -> str | None:
     from vllm import envs
+    from vllm.model_executor.custom_op import CustomOp
 
     if bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)):
         return "VLLM_BATCH_INVARIANT is set"
     reason = binding.refuses(layer)
     if reason is not None:
         return reason
-    enabled = layer._enforce_enable or layer.enabled()
+    if isinstance(owner, CustomOp):
+        enabled = owner._enforce_enable or owner.enabled()
+    else:
+        enabled = CustomOp.default_on()
     if not enabled and not get_policy().is_explicit_for(binding.op_name):
         return (
             "vLLM leaves it to its compiler (custom_ops); an explicit VLLM_FL_PREFER or "
             "VLLM_FL_PER_OP serves it all the same"
         )
-    return None
+    return vendors.wins(type(owner), binding) if isinstance(owner, Served) else None
 
 
 class _ExplicitFailure(Exception):  # noqa: N818 - wraps what the implementation raised
@@ -240,28 +256,35 @@ def _operator(
     manager = get_default_manager()
     native = binding.native(own)
     while True:
-        resolved = manager.resolve_with_native(binding.op_name, native, only_traceable=compiled)
+        is_traced = compiled and binding.is_traced
+        resolved = manager.resolve_with_native(binding.op_name, native, only_traceable=is_traced)
         impl_id = resolved.candidates[0].impl_id
         if impl_id == NATIVE:
             return NATIVE, "plain", None
         form, function = resolved.decision.form, resolved.fn
-        if compiled and not resolved.candidates[0].traceable:
+        if compiled and not (is_traced and resolved.candidates[0].traceable):
             form, function = "opaque", _opaque(binding)
-        has_native = any(candidate.impl_id == NATIVE for candidate in resolved.candidates)
+        has_native = any(report.impl_id == NATIVE for report in resolved.decision.usable)
+        # Inside the function a failure is passed on to vLLM's own path, or left to us.
+        passes_on = form != "opaque" and any(one.impl_id == NATIVE for one in resolved.candidates)
         try:
             is_taken = _first_calls(layer, binding, impl_id, form, function)
         except Exception as error:
-            if get_policy().strict or not has_native:
+            is_alone = not is_one_of_several_ranks()
+            if get_policy().strict or not has_native or not is_alone:
+                why = (
+                    "the policy leaves nothing else" if is_alone else "one rank of several runs nothing else"
+                )
                 raise _ExplicitFailure(
-                    f"{impl_id} failed on its first call of {binding.op_name}, and the policy leaves "
-                    f"nothing else: {type(error).__name__}: {error}"
+                    f"{impl_id} failed on its first call of {binding.op_name}, and {why}: "
+                    f"{type(error).__name__}: {error}"
                 ) from error
-            if form != "opaque" or is_fatal(error):
+            if passes_on or is_fatal(error):
                 raise
-            # No candidate inside the opaque operator, and right for this layer.
+            # No candidate inside the function, and right for this layer.
             manager.set_aside(binding.op_name, impl_id, error)
             continue
-        if not is_taken and form == "opaque" and has_native:
+        if not is_taken and has_native and not passes_on:
             _say_once(f"vllm-fl: {impl_id} does not take the inputs of {type(layer).__name__}")
             return NATIVE, "plain", None
         if impl_id not in manager.get_failed_impls(binding.op_name).get(binding.op_name, ()):
@@ -293,9 +316,11 @@ def _first_calls(layer: Any, binding: Binding, impl_id: str, form: str, function
         Whether it takes such inputs.
     """
     record = trace.recorder()
+    keywords = binding.keywords(layer)
     for arguments in binding.examples(layer):
         first = arguments[0]
-        kind = (first.shape[-1], first.dtype, str(first.device), *(a is None for a in arguments))
+        shapes = [getattr(argument, "shape", argument is None) for argument in arguments]
+        kind = (first.dtype, str(first.device), *shapes, *keywords.values())
         key = (binding.op_name, impl_id, form, *kind)
         if key in _tried or first.device.type == "meta":
             continue
@@ -303,7 +328,7 @@ def _first_calls(layer: Any, binding: Binding, impl_id: str, form: str, function
             if record is not None:
                 record.is_paused = True
             with torch.no_grad():
-                function(*arguments)
+                function(*arguments, **keywords)
         except NotImplementedError:
             return False
         finally:

@@ -15,12 +15,14 @@ from typing import Any
 
 from vllm_fl.dispatch import get_discovered_plugins
 from vllm_fl.dispatch import get_policy
-from vllm_fl.dispatch._config import VARIABLES
 from vllm_fl.dispatch._config import boolean_variable
-from vllm_fl.dispatch._config import unread_variables
+from vllm_fl.dispatch.variables import known_variables
+from vllm_fl.dispatch.variables import unread_variables
 from vllm_fl.integration import attention
 from vllm_fl.integration import engine
 from vllm_fl.integration import layers
+from vllm_fl.integration import quantization
+from vllm_fl.integration import ranks
 from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
@@ -48,25 +50,32 @@ def install() -> None:
         _installed = True
         return
     get_policy()
-    plugin_variables = frozenset(name for p in get_discovered_plugins() for name in p.variables)
-    _teach_environment({*VARIABLES, *plugin_variables})
-    for name, hint in unread_variables(plugin_variables).items():
+    plugins = get_discovered_plugins()
+    _teach_environment(known_variables(plugins))
+    for name, hint in unread_variables(plugins).items():
         logger.warning("vllm-fl: the environment variable %s is read by nobody.%s", name, hint)
     enabled = boolean_variable("VLLM_FL_PREFER_ENABLED", True)
     replaces = boolean_variable("VLLM_FL_OOT_ENABLED", True)
     layers.check_lists()
+    ranks.time_limit()
     if enabled and replaces:
         _wrap_engine_configuration()
         _at_first_layer(_take_over)
     else:
         off = "VLLM_FL_OOT_ENABLED" if enabled else "VLLM_FL_PREFER_ENABLED"
         # Newer vLLM sets up its log after it has loaded plug-ins, and drops this line until then.
-        _at_first_layer(lambda: logger.info("vllm-fl: %s is off, every layer stays vLLM's own", off))
+        _at_first_layer(functools.partial(_stay_off, off))
     _installed = True
+
+
+def _stay_off(variable: str) -> None:
+    logger.info("vllm-fl: %s is off, every layer stays vLLM's own", variable)
+    ranks.withdraw(f"{variable} is off there")
 
 
 def _take_over() -> None:
     layers.replace_all()
+    quantization.install(layers.decide)
     attention.install()
 
 
@@ -119,12 +128,18 @@ def _wrap_engine_configuration() -> None:
 def _at_first_layer(function: Callable[[], None]) -> None:
     """Call ``function`` before the process builds its first layer, and only then."""
     from vllm.model_executor.custom_op import CustomOp
+    from vllm.model_executor.custom_op import PluggableLayer
 
-    original = CustomOp.__new__
+    own = {base: base.__new__ for base in (CustomOp, PluggableLayer)}
 
-    def first_layer(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        CustomOp.__new__ = original
-        function()
-        return original(cls, *args, **kwargs)
+    def hook(base: Any) -> Callable[..., Any]:
+        def first_layer(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            for one, original in own.items():
+                one.__new__ = original
+            function()
+            return own[base](cls, *args, **kwargs)
 
-    CustomOp.__new__ = first_layer
+        return first_layer
+
+    for base in own:
+        base.__new__ = hook(base)

@@ -1,0 +1,395 @@
+"""Activations of quantised linear layers, chosen by the dispatch: int8 in a whole model, float8 as a layer.
+
+vLLM's CPU build has no kernel for linear layers of float8, so that no model of those runs here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+from typing import Any
+
+import pytest
+from engine import run_vllm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from checkpoints import Checkpoint
+    from evidence import Evidence
+
+KERNEL = "CPUInt8ScaledMMLinearKernel"
+OP = "dynamic_per_token_quant_int8"
+
+_EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
+_SCHEME = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {**_EIGHT_BITS, "strategy": "channel", "dynamic": False},
+            "input_activations": {**_EIGHT_BITS, "strategy": "token", "dynamic": True},
+        }
+    },
+}
+
+# vLLM's kernel for CPUs with AMX quantises inside of its product.
+_WITHOUT_AMX = """
+import torch
+torch.cpu._is_amx_tile_supported = lambda: False
+"""
+
+_MORE_ENGINES = """
+def report(llm):
+    from vllm import LLM, SamplingParams
+    from vllm_fl.dispatch import SelectionPolicy, get_default_manager, set_global_policy
+
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    sampling = SamplingParams(temperature=0, max_tokens=16, detokenize=False, ignore_eos=True)
+    found = {}
+    for token in ("reference", "impl:vendor.wrong", "native"):
+        get_default_manager().thaw()
+        per_op = {"dynamic_per_token_quant_int8": [token]}
+        set_global_policy(SelectionPolicy.from_dict(prefer="reference", per_op_order=per_op))
+        outputs = LLM(**ENGINE_ARGS).generate(prompts, sampling, use_tqdm=False)
+        found[token] = [list(output.outputs[0].token_ids) for output in outputs]
+    return found
+"""
+
+
+@pytest.fixture(scope="module")
+def int8(qwen3: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The dense checkpoint with int8 weights, one scale for each output."""
+    import torch
+    from safetensors.torch import load_file
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("int8")
+    shutil.copytree(qwen3.path, folder, dirs_exist_ok=True)
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if not name.endswith("proj.weight"):
+            tensors[name] = weight
+            continue
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        tensors[name] = (weight / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": _SCHEME}))
+    return folder
+
+
+def _setup(int8: Path, prompts: list[list[int]]) -> str:
+    arguments = {
+        "model": str(int8),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "seed": 0,
+        "skip_tokenizer_init": True,
+    }
+    return f"{_WITHOUT_AMX}ENGINE_ARGS = {arguments!r}\nPROMPTS = {prompts!r}\n{_MORE_ENGINES}"
+
+
+@pytest.mark.slow
+def test_int8_eager(int8: Path, qwen3: Checkpoint, evidence: Evidence) -> None:
+    """Native first, then an engine with each of three policies in the same process."""
+    prompts = [list(prompt) for prompt in qwen3.prompts]
+    env = evidence.env("wrong_vendor", VLLM_FL_PREFER="reference", VLLM_FL_PER_OP=f"{OP}=native")
+    result = run_vllm(int8, prompts=prompts, setup=_setup(int8, prompts), env=env).checked()
+    native = [list(tokens) for tokens in result.tokens]
+    assert result.report["reference"] == result.report["native"] == native
+    wrong = result.report["impl:vendor.wrong"]
+    assert all(got != right for got, right in zip(wrong, native, strict=True))
+    # Four projections in each of two layers; gate and up are one, and so are q, k and v.
+    layers = evidence.layers()
+    assert layers[KERNEL, "native", "plain"] == 16
+    assert layers[KERNEL, "reference.torch", "plain"] == layers[KERNEL, "vendor.wrong", "plain"] == 8
+    calls = evidence.calls()
+    for impl_id in ("native", "reference.torch", "vendor.wrong"):
+        assert calls[OP, impl_id] >= 8 * 16, impl_id
+
+
+@pytest.mark.slow
+def test_int8_compiled(int8: Path, qwen3: Checkpoint, evidence: Evidence) -> None:
+    prompts = [list(prompt) for prompt in qwen3.prompts]
+    native = run_vllm(int8, prompts=prompts, setup=_WITHOUT_AMX, native=True).checked()
+    env = evidence.env(VLLM_FL_PREFER="reference")
+    result = run_vllm(int8, mode="compile", prompts=prompts, setup=_WITHOUT_AMX, env=env).checked()
+    assert result.tokens == native.tokens
+    assert evidence.layers()[KERNEL, "reference.torch", "guard"] == 8
+    assert evidence.graphs()[OP, "reference.torch"] > 0
+
+
+# -- layers, built by hand ----------------------------------------------------------
+
+
+@pytest.fixture
+def in_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """vLLM with our layers and the reference's choice, and vLLM as it was afterwards; yields our log."""
+    from vllm import _custom_ops
+    from vllm.config import CompilationConfig
+    from vllm.config import VllmConfig
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.custom_op import op_registry_oot
+    from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearKernel
+
+    from vllm_fl.dispatch import SelectionPolicy
+    from vllm_fl.dispatch import get_default_manager
+    from vllm_fl.dispatch import reset_global_policy
+    from vllm_fl.dispatch import set_global_policy
+    from vllm_fl.integration import layers
+    from vllm_fl.integration import quantization
+
+    before = dict(op_registry_oot)
+    # What is wrapped is put back.
+    for name in ("scaled_int8_quant", "onednn_scaled_int8_quant"):
+        monkeypatch.setattr(_custom_ops, name, getattr(_custom_ops, name))
+    monkeypatch.setattr(Int8ScaledMMLinearKernel, "__init__", Int8ScaledMMLinearKernel.__init__)
+    monkeypatch.setattr(quantization, "_chosen", {})
+    said: list[str] = []
+    monkeypatch.setattr(layers, "_say_once", said.append)
+    get_default_manager().thaw()
+    set_global_policy(SelectionPolicy.from_dict(prefer="reference"))
+    layers.replace_all()
+    quantization.install(layers.decide)
+    config = VllmConfig(compilation_config=CompilationConfig(mode=0, custom_ops=["all"]))
+    with set_current_vllm_config(config):
+        yield said
+    op_registry_oot.clear()
+    op_registry_oot.update(before)
+    reset_global_policy()
+
+
+def _random(*shape: int) -> Any:
+    import torch
+
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7)) * 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8(in_vllm: list[str], dtype: str) -> None:
+    import torch
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    layer = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
+    assert layer._forward_method == layer.forward_vllm_fl
+    assert in_vllm == ["vllm-fl: QuantFP8 is served by reference.torch (dynamic_per_token_quant_fp8, guard)"]
+    x = _random(5, 64).to(getattr(torch, dtype))
+    x[0] = 0
+    quantized, scales = layer(x)
+    wanted, wanted_scales = QuantFP8.forward_native(layer, x)
+    assert quantized.dtype == wanted.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(scales, wanted_scales)
+    # vLLM multiplies by the reciprocal, which can round to the neighbour.
+    torch.testing.assert_close(
+        quantized.float() * scales, wanted.float() * wanted_scales, rtol=2**-3, atol=1e-6
+    )
+    assert (quantized.float() == wanted.float()).float().mean() > 0.98
+
+
+def test_fp8_with_an_upper_bound_is_vllms_own(in_vllm: list[str]) -> None:
+    """The bound comes with a call."""
+    import torch
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    layer = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
+    assert layer._forward_method == layer.forward_vllm_fl
+    x, bound = _random(5, 64), torch.tensor([0.5])
+    layer._vllm_fl_own = layer.forward_native  # vLLM's CPU build has no kernel for it
+    quantized, scales = layer(x, scale_ub=bound)
+    wanted, wanted_scales = layer.forward_native(x, scale_ub=bound)
+    assert scales.max() < layer(x)[1].max()
+    torch.testing.assert_close(scales, wanted_scales)
+    torch.testing.assert_close(quantized.float(), wanted.float())
+
+
+def _fp8_refusals() -> dict[str, dict[str, Any]]:
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+
+    return {
+        "the operator has no scales of the checkpoint's": {
+            "static": True,
+            "group_shape": GroupShape.PER_TENSOR,
+        },
+        "the operator has a scale for each token, not for (-1, -1)": {
+            "static": False,
+            "group_shape": GroupShape.PER_TENSOR,
+        },
+        "the operator has a scale for each token, not for (1, 128)": {
+            "static": False,
+            "group_shape": GroupShape(1, 128),
+        },
+        "the operator pads no tokens": {
+            "static": False,
+            "group_shape": GroupShape.PER_TOKEN,
+            "num_token_padding": 16,
+        },
+    }
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_fp8_that_stays_native(in_vllm: list[str], number: int) -> None:
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+
+    reason, arguments = list(_fp8_refusals().items())[number]
+    layer = QuantFP8(**arguments)
+    assert layer._forward_method != layer.forward_vllm_fl
+    assert in_vllm == [f"vllm-fl: QuantFP8 stays vLLM's own: {reason}"]
+
+
+def test_fp8_of_another_kind_stays_native(in_vllm: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+    from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_: torch.float8_e4m3fnuz)
+    layer = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
+    assert layer._forward_method != layer.forward_vllm_fl
+    assert "this device takes torch.float8_e4m3fnuz" in in_vllm[0]
+
+
+_NAMES = ("weight", "weight_scale", "input_scale", "input_zero_point", "azp_adj")
+
+
+def _int8_linear(*, symmetric: bool = True, static: bool = False) -> tuple[Any, Any]:
+    """Return a kernel of vLLM's, with its weights prepared, and its layer."""
+    import torch
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    config = cpu.Int8ScaledMMLinearLayerConfig(
+        is_static_input_scheme=static, is_channelwise=True, input_symmetric=symmetric
+    )
+    layer = torch.nn.Module()
+    layer.logical_widths = [32]
+    layer.input_size_per_partition = 64
+    layer.bias = None
+    weight = torch.randint(-127, 128, (32, 64), generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    values = {
+        "weight": weight,
+        "weight_scale": torch.full((32, 1), 0.01),
+        "input_scale": torch.tensor([0.05]) if static else None,
+        "input_zero_point": torch.tensor([3], dtype=torch.int8) if static and not symmetric else None,
+    }
+    for name, value in values.items():
+        setattr(layer, name, None if value is None else torch.nn.Parameter(value, requires_grad=False))
+    kernel = cpu.CPUInt8ScaledMMLinearKernel(config, _NAMES)
+    kernel.process_weights_after_loading(layer)
+    return kernel, layer
+
+
+@pytest.fixture
+def without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    monkeypatch.setattr(cpu, "check_cpu_sgl_kernel", lambda *_: False)
+
+
+@pytest.mark.parametrize("shape", [(5, 64), (2, 3, 64)])
+def test_int8(
+    in_vllm: list[str], without_amx: None, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    import torch
+
+    from vllm_fl.dispatch import SelectionPolicy
+    from vllm_fl.dispatch import policy_context
+
+    x = _random(*shape)
+    kernel, layer = _int8_linear()
+    assert in_vllm == [f"vllm-fl: {KERNEL} is served by reference.torch ({OP}, guard)"]
+    ours = kernel.apply_weights(layer, x)
+    # Another engine's policy: vLLM's own takes the place of the earlier choice.
+    with policy_context(SelectionPolicy.from_dict(prefer="native")):
+        kernel, layer = _int8_linear()
+    assert in_vllm[1] == f"vllm-fl: {KERNEL} stays vLLM's own: the policy chooses it"
+    theirs = kernel.apply_weights(layer, x)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"static": True}, "the operator has no scales of the checkpoint's"),
+        ({"static": True, "symmetric": False}, "the operator has no scales of the checkpoint's"),
+        ({"symmetric": False}, "the operator has no zero points"),
+    ],
+)
+def test_int8_that_stays_native(
+    in_vllm: list[str], without_amx: None, arguments: dict[str, bool], reason: str
+) -> None:
+    """Beside a layer that is served: its calls are told apart by their arguments."""
+    import torch
+
+    from vllm_fl.dispatch import get_default_manager
+    from vllm_fl.integration import quantization
+
+    _int8_linear()
+    kernel, layer = _int8_linear(**arguments)
+    assert in_vllm[1] == f"vllm-fl: {KERNEL} stays vLLM's own: {reason}"
+    asked = SimpleNamespace(calls=0)
+
+    def counted(x: Any) -> Any:
+        asked.calls += 1
+        return get_default_manager().call(OP, x)
+
+    quantization._chosen["onednn_scaled_int8_quant"] = counted
+    result = kernel.apply_weights(layer, _random(5, 64))
+    assert torch.isfinite(result).all()
+    assert asked.calls == 0
+    kernel, layer = _int8_linear()
+    quantization._chosen["onednn_scaled_int8_quant"] = counted
+    kernel.apply_weights(layer, _random(5, 64))
+    assert asked.calls == 1
+
+
+def test_int8_inside_of_a_product_stays_native(in_vllm: list[str]) -> None:
+    import torch
+
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("needs a CPU with AMX")
+    _int8_linear()
+    assert in_vllm == [f"vllm-fl: {KERNEL} stays vLLM's own: it quantises inside of its product"]
+
+
+def test_int8_of_another_kernel_stays_native(in_vllm: list[str], without_amx: None) -> None:
+    from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+    from vllm_fl.integration import quantization
+
+    class Another(cpu.CPUInt8ScaledMMLinearKernel):
+        pass
+
+    config = cpu.Int8ScaledMMLinearLayerConfig(
+        is_static_input_scheme=False, is_channelwise=True, input_symmetric=True
+    )
+    kernel = Another(config, _NAMES)
+    reason = quantization._why_not_int8(quantization._Linear(kernel, None))
+    assert reason == "it quantises in a way of its own"
+
+
+def test_function_for_gpus(in_vllm: list[str]) -> None:
+    """vLLM's other function has kernels on GPUs alone; it calls what was chosen there."""
+    import torch
+    from vllm import _custom_ops
+
+    from vllm_fl.integration import quantization
+    from vllm_fl_reference.impl.quantization import dynamic_per_token_quant_int8
+
+    quantization._chosen["scaled_int8_quant"] = dynamic_per_token_quant_int8
+    x = _random(2, 3, 64)
+    quantized, scales, zero_points = _custom_ops.scaled_int8_quant(x)
+    assert quantized.shape == x.shape
+    assert scales.shape == (6, 1)
+    assert zero_points is None
+    torch.testing.assert_close(quantized.reshape(6, 64) * scales, x.reshape(6, 64), rtol=0, atol=0.1)
