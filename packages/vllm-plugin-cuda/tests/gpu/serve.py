@@ -1,11 +1,14 @@
 """Run a small random model in vLLM, natively and with an implementation, and compare.
 
-    python serve.py --out DIR [--prefer vendor]
+    python serve.py --out DIR [--prefer vendor] [--model dense|moe] [--tensor-parallel N]
 
-In eager mode vLLM runs its own kernels, so that ``vendor.cuda`` must give the same
-tokens and the same log-probabilities, to the bit. In its compiled mode vLLM's own
-layers are generated code, with other roundings: there the agreement is told.
-Writes ``DIR/serve.json``; the exit status is 1 where eager differs.
+In eager mode vLLM runs its own kernels, so that ``vendor.cuda`` must give a dense
+model's tokens and log-probabilities to the bit. In its compiled mode, with CUDA
+graphs, vLLM's own layers are generated code, with other roundings, and so are its
+experts' in both: there the agreement is told. So is the time of a step, at a batch
+of eight. Writes ``DIR/serve-MODEL-PREFER-N.json``; the exit status is 1 where a run
+fails, an eager dense model differs, or the trace does not say that the preferred
+implementation ran.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import statistics
 import subprocess
 import sys
 import time
@@ -22,29 +27,36 @@ from typing import Any
 PROMPTS = [[1 + (7 * i + 13 * k) % 1000 for i in range(5 + 9 * k)] for k in range(8)]
 
 
-def make_checkpoint(folder: Path) -> None:
+SHAPE = {
+    "vocab_size": 1024,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True}
+
+
+def make_checkpoint(folder: Path, model: str) -> None:
     """Save a Qwen3 of four layers with random weights, large enough to be undecided nowhere."""
     import torch
-    from transformers import Qwen3Config
-    from transformers import Qwen3ForCausalLM
+    import transformers
 
     torch.manual_seed(7)
-    config = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        initializer_range=0.15,
-        tie_word_embeddings=False,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    if model == "moe":
+        config = transformers.Qwen3MoeConfig(**SHAPE, **EXPERTS)
+        made = transformers.Qwen3MoeForCausalLM(config)
+    else:
+        made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
+    made.to(torch.bfloat16).save_pretrained(folder)
 
 
-def generate(checkpoint: Path, eager: bool, output: Path) -> None:
+def generate(checkpoint: Path, eager: bool, ranks: int, output: Path) -> None:
     """Write greedy tokens and their log-probabilities."""
     from vllm import LLM
     from vllm import SamplingParams
@@ -58,6 +70,7 @@ def generate(checkpoint: Path, eager: bool, output: Path) -> None:
         gpu_memory_utilization=0.2,
         max_num_seqs=8,
         seed=0,
+        tensor_parallel_size=ranks,
     )
     ready = time.monotonic() - started
     params = SamplingParams(temperature=0.0, max_tokens=48, logprobs=1, detokenize=False, ignore_eos=True)
@@ -67,17 +80,40 @@ def generate(checkpoint: Path, eager: bool, output: Path) -> None:
         [step[token].logprob for step, token in zip(out.logprobs, out.token_ids, strict=True)]
         for out in (result.outputs[0] for result in results)
     ]
-    output.write_text(json.dumps({"tokens": tokens, "logprobs": logprobs, "ready": round(ready, 1)}))
+    found = {"tokens": tokens, "logprobs": logprobs, "ready": round(ready, 1), "step_ms": step_ms(llm)}
+    output.write_text(json.dumps(found))
 
 
-def run(options: argparse.Namespace, checkpoint: Path, prefer: str, eager: bool) -> dict[str, Any]:
+def step_ms(llm: Any) -> float:
+    """Return the median time of a decode step of all prompts at once."""
+    from vllm import SamplingParams
+
+    engine = llm.llm_engine
+    params = SamplingParams(temperature=0.0, max_tokens=128, detokenize=False, ignore_eos=True)
+    for number, prompt in enumerate(PROMPTS):
+        engine.add_request(f"timed-{number}", {"prompt_token_ids": prompt}, params)
+    times = []
+    while engine.has_unfinished_requests():
+        started = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - started)
+    return round(statistics.median(times) * 1e3, 3)
+
+
+def run(options: argparse.Namespace, prefer: str, eager: bool) -> dict[str, Any]:
     """Run ``generate`` in a process of its own and return what it wrote, and what served the operators."""
-    name = f"{prefer} {'eager' if eager else 'compiled'}"
+    name = f"{options.model} {prefer} {'eager' if eager else 'compiled'}"
     trace = options.out / f"trace {name}"
     answer = options.out / f"{name}.json"
     environment = os.environ | {"VLLM_FL_PREFER": prefer, "VLLM_FL_TRACE_DIR": str(trace)}
     command = [sys.executable, __file__, "--out", str(options.out), "--child", str(answer)]
-    command += ["--checkpoint", str(checkpoint), *(["--eager"] if eager else [])]
+    command += [
+        "--tensor-parallel",
+        str(options.tensor_parallel),
+        "--model",
+        options.model,
+        *(["--eager"] if eager else []),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     if not answer.exists():
         return {"name": name, "error": (done.stdout + done.stderr)[-3000:]}
@@ -86,7 +122,8 @@ def run(options: argparse.Namespace, checkpoint: Path, prefer: str, eager: bool)
     )
     found: dict[str, Any] = json.loads(answer.read_text("utf-8"))
     answer.unlink()
-    return {"name": name, "trace": told.stdout.splitlines(), **found}
+    agreed = sorted(set(re.findall(r"rank \d+ of \d+ agrees, fingerprint \w+", done.stdout + done.stderr)))
+    return {"name": name, "trace": told.stdout.splitlines(), "ranks": agreed, **found}
 
 
 def agreement(one: dict[str, Any], other: dict[str, Any]) -> str:
@@ -106,31 +143,47 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prefer", default="vendor")
-    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--model", choices=("dense", "moe"), default="dense")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs; their ranks must agree")
+    parser.add_argument("--only-eager", action="store_true")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--eager", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--only-eager", action="store_true")
     options = parser.parse_args()
     options.out = options.out.resolve()
+    checkpoint = options.out / options.model
     if options.child:
-        generate(options.checkpoint, options.eager, options.child)
+        generate(checkpoint, options.eager, options.tensor_parallel, options.child)
         return 0
-    checkpoint = options.checkpoint or options.out / "checkpoint"
     if not checkpoint.exists():
-        make_checkpoint(checkpoint)
-    runs = {}
-    report: dict[str, Any] = {"agreement": {}}
+        make_checkpoint(checkpoint, options.model)
+    runs: list[dict[str, Any]] = []
+    report: dict[str, Any] = {"model": options.model, "agreement": {}, "runs": runs}
+    is_right = True
     for eager in (True,) if options.only_eager else (True, False):
-        for prefer in ("native", options.prefer):
-            runs[prefer, eager] = run(options, checkpoint, prefer, eager)
         mode = "eager" if eager else "compiled"
-        report["agreement"][mode] = agreement(runs["native", eager], runs[options.prefer, eager])
-        report["runs"] = list(runs.values())
-        (options.out / "serve.json").write_text(json.dumps(report, indent=1))
-        print(mode, report["agreement"][mode], flush=True)
-    for one in runs.values():
+        native, ours = (run(options, prefer, eager) for prefer in ("native", options.prefer))
+        runs += [native, ours]
+        agrees = report["agreement"][mode] = agreement(native, ours)
+        is_right &= "error" not in ours and options.prefer in "\n".join(ours["trace"])
+        if options.tensor_parallel > 1:
+            is_right &= len(ours.get("ranks", ())) == options.tensor_parallel
+        if eager and options.model == "dense" and options.prefer == "vendor":
+            is_right &= agrees.endswith("within 0")
+        (options.out / f"serve-{options.model}-{options.prefer}-{options.tensor_parallel}.json").write_text(
+            json.dumps(report, indent=1)
+        )
+        print(
+            options.model,
+            options.prefer,
+            mode,
+            agrees,
+            native.get("step_ms"),
+            ours.get("step_ms"),
+            flush=True,
+        )
+    for one in runs:
         print(one["name"], one.get("ready"), "\n".join(one.get("trace", [])), one.get("error", ""), sep="\n")
-    return 0 if "within 0" in report["agreement"]["eager"] else 1
+    return 0 if is_right else 1
 
 
 if __name__ == "__main__":
