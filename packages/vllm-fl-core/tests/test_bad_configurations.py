@@ -70,7 +70,7 @@ VARIABLES = [
     ("PER_OP", "rmsnorm=vendor", "unknown operator 'rmsnorm'. Did you mean 'rms_norm'?"),
     ("PER_OP", "RMS_Norm=vendor", "unknown operator 'RMS_Norm'. Did you mean 'rms_norm'?"),
     ("PER_OP", "rms_norm=vendor:asscend", "unknown vendor 'asscend'. Did you mean 'ascend'?"),
-    ("PER_OP", "rms_norm=vendor:zzz", "unknown vendor 'zzz'. Known: ascend, cuda."),
+    ("PER_OP", "rms_norm=vendor:zzz", "unknown vendor 'zzz'. Known: ascend, cuda, template."),
     (
         "PER_OP",
         "rms_norm=flagos|impl:vendor.cud",
@@ -171,7 +171,7 @@ FILES = [
     ),
     (
         "op_backends:\n  rms_norm: [flagos,\n    'vendor:huawei']\n",
-        "{file}:2: unknown vendor 'huawei'. Known: ascend, cuda.",
+        "{file}:2: unknown vendor 'huawei'. Known: ascend, cuda, template.",
     ),
     (
         "op_backends:\n  moe_sum: vendor\n  rms_norm: ['impl:reference.troch']\n",

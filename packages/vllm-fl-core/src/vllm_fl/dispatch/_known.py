@@ -25,6 +25,8 @@ class Wheel:
     impl_id: str
     purpose: str
     operators: tuple[str, ...]
+    #: `vllm-fl new-vendor` makes a vendor's package of its sources.
+    sample: bool = False
 
     @property
     def vendor(self) -> str | None:
@@ -41,7 +43,14 @@ def known_wheels() -> tuple[Wheel, ...]:
 
     text = Path(__file__).with_name("known_wheels.json").read_text("utf-8")
     return tuple(
-        Wheel(w["distribution"], w["plugin"], w["impl_id"], w["for"], tuple(w["operators"]))
+        Wheel(
+            w["distribution"],
+            w["plugin"],
+            w["impl_id"],
+            w["for"],
+            tuple(w["operators"]),
+            w.get("sample", False),
+        )
         for w in json.loads(text)["wheels"]
     )
 
