@@ -74,6 +74,21 @@ layers._why_native = broken
     assert evidence.calls() == {}
 
 
+# -- another vLLM ----------------------------------------------------------------------
+
+
+def test_a_vllm_that_is_not_supported(qwen3: Checkpoint, evidence: Evidence) -> None:
+    """It serves, natively, with one line: also where a policy asks for something else."""
+    setup = "from vllm_fl.integration import plugin\nplugin.FIRST_UNKNOWN_VLLM = (0, 27)\n"
+    env = evidence.env(VLLM_FL_PREFER="reference")
+    result = run_vllm(qwen3, env=env, setup=setup).checked()
+    assert result.tokens == qwen3.golden
+    (line,) = [line for line in result.log.splitlines() if "vllm-fl is off, vLLM runs natively: " in line]
+    assert "vllm-fl: " not in result.log
+    assert "is not one of the supported 0.26 to 0.26" in line
+    assert not evidence.folder.exists()
+
+
 # -- switches --------------------------------------------------------------------------
 
 

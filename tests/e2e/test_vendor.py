@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import pytest
 from engine import run_vllm
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from checkpoints import Checkpoint
     from evidence import Evidence
 
@@ -76,43 +73,6 @@ def test_eager_vendor_then_engines_with_other_policies(qwen3: Checkpoint, eviden
         assert all(got != right for got, right in zip(wrong, golden, strict=True)), op_name
         assert calls[op_name, "vendor.wrong"] > 0
     assert result.report["reference"] == golden
-
-
-_VENDORS_PLUGIN = """
-calls = 0
-
-def register():
-    from vllm.model_executor.custom_op import CustomOp
-    from vllm.model_executor.layers.layernorm import RMSNorm
-
-    class VendorRMSNorm(RMSNorm):
-        def forward_cpu(self, x, residual=None):
-            global calls
-            calls += 1
-            return self.forward_native(x, residual)
-
-    CustomOp.register_oot(_decorated_op_cls=VendorRMSNorm, name="RMSNorm")
-"""
-
-
-def test_beside_a_plugin_that_replaces_the_same_layer(
-    qwen3: Checkpoint, evidence: Evidence, tmp_path: Path
-) -> None:
-    """Two general plug-ins of vLLM; the vendor's layer is what `native` means then."""
-    (tmp_path / "vendor_layers.py").write_text(_VENDORS_PLUGIN)
-    info = tmp_path / "vendor_layers-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vendor-layers\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nvendor = vendor_layers:register\n")
-    env = evidence.env(VLLM_FL_PREFER="reference", VLLM_FL_PER_OP="rms_norm=native")
-    paths = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
-    setup = "def report(llm):\n    import vendor_layers\n    return vendor_layers.calls\n"
-    env = {**env, "PYTHONPATH": os.pathsep.join(paths)}
-    result = run_vllm(qwen3, env=env, setup=setup).checked()
-    assert result.tokens == qwen3.golden
-    assert "RMSNorm on vendor_layers.register.<locals>.VendorRMSNorm" in result.log
-    assert result.report == evidence.calls()["rms_norm", "native"] >= 9 * 16
-    assert evidence.layers()["SiluAndMul", "reference.torch", "guard"] == 2
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
 """Run a small random model in vLLM, natively and with an implementation, and compare.
 
-    python serve.py --out DIR [--prefer vendor] [--model dense|moe] [--tensor-parallel N]
+    python serve.py --out DIR [--prefer vendor] [--model dense|moe]
 
 In eager mode vLLM runs its own kernels, so that ``vendor.cuda`` must give a dense
 model's tokens and log-probabilities to the bit. In its compiled mode, with CUDA
 graphs, vLLM's own layers are generated code, with other roundings, and so are its
 experts' in both: there the agreement is told. So is the time of a step, at a batch
-of eight. Writes ``DIR/serve-MODEL-PREFER-N.json``; the exit status is 1 where a run
+of eight. Writes ``DIR/serve-MODEL-PREFER.json``; the exit status is 1 where a run
 fails, an eager dense model differs, or the trace does not say that the preferred
 implementation ran.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -56,7 +55,7 @@ def make_checkpoint(folder: Path, model: str) -> None:
     made.to(torch.bfloat16).save_pretrained(folder)
 
 
-def generate(checkpoint: Path, eager: bool, ranks: int, output: Path) -> None:
+def generate(checkpoint: Path, eager: bool, output: Path) -> None:
     """Write greedy tokens and their log-probabilities."""
     from vllm import LLM
     from vllm import SamplingParams
@@ -70,7 +69,6 @@ def generate(checkpoint: Path, eager: bool, ranks: int, output: Path) -> None:
         gpu_memory_utilization=0.2,
         max_num_seqs=8,
         seed=0,
-        tensor_parallel_size=ranks,
     )
     ready = time.monotonic() - started
     params = SamplingParams(temperature=0.0, max_tokens=48, logprobs=1, detokenize=False, ignore_eos=True)
@@ -107,13 +105,7 @@ def run(options: argparse.Namespace, prefer: str, eager: bool) -> dict[str, Any]
     answer = options.out / f"{name}.json"
     environment = os.environ | {"VLLM_FL_PREFER": prefer, "VLLM_FL_TRACE_DIR": str(trace)}
     command = [sys.executable, __file__, "--out", str(options.out), "--child", str(answer)]
-    command += [
-        "--tensor-parallel",
-        str(options.tensor_parallel),
-        "--model",
-        options.model,
-        *(["--eager"] if eager else []),
-    ]
+    command += ["--model", options.model, *(["--eager"] if eager else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
     if not answer.exists():
         return {"name": name, "error": (done.stdout + done.stderr)[-3000:]}
@@ -122,8 +114,7 @@ def run(options: argparse.Namespace, prefer: str, eager: bool) -> dict[str, Any]
     )
     found: dict[str, Any] = json.loads(answer.read_text("utf-8"))
     answer.unlink()
-    agreed = sorted(set(re.findall(r"rank \d+ of \d+ agrees, fingerprint \w+", done.stdout + done.stderr)))
-    return {"name": name, "trace": told.stdout.splitlines(), "ranks": agreed, **found}
+    return {"name": name, "trace": told.stdout.splitlines(), **found}
 
 
 def agreement(one: dict[str, Any], other: dict[str, Any]) -> str:
@@ -144,7 +135,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prefer", default="vendor")
     parser.add_argument("--model", choices=("dense", "moe"), default="dense")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs; their ranks must agree")
     parser.add_argument("--only-eager", action="store_true")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--eager", action="store_true", help=argparse.SUPPRESS)
@@ -152,7 +142,7 @@ def main() -> int:
     options.out = options.out.resolve()
     checkpoint = options.out / options.model
     if options.child:
-        generate(checkpoint, options.eager, options.tensor_parallel, options.child)
+        generate(checkpoint, options.eager, options.child)
         return 0
     if not checkpoint.exists():
         make_checkpoint(checkpoint, options.model)
@@ -165,22 +155,12 @@ def main() -> int:
         runs += [native, ours]
         agrees = report["agreement"][mode] = agreement(native, ours)
         is_right &= "error" not in ours and options.prefer in "\n".join(ours["trace"])
-        if options.tensor_parallel > 1:
-            is_right &= len(ours.get("ranks", ())) == options.tensor_parallel
         if eager and options.model == "dense" and options.prefer == "vendor":
             is_right &= agrees.endswith("within 0")
-        (options.out / f"serve-{options.model}-{options.prefer}-{options.tensor_parallel}.json").write_text(
-            json.dumps(report, indent=1)
-        )
-        print(
-            options.model,
-            options.prefer,
-            mode,
-            agrees,
-            native.get("step_ms"),
-            ours.get("step_ms"),
-            flush=True,
-        )
+        output = options.out / f"serve-{options.model}-{options.prefer}.json"
+        output.write_text(json.dumps(report, indent=1))
+        times = f"{native.get('step_ms')} ms a step, {ours.get('step_ms')} with {options.prefer}"
+        print(f"{options.model}, {mode}: {agrees}; {times}", flush=True)
     for one in runs:
         print(one["name"], one.get("ready"), "\n".join(one.get("trace", [])), one.get("error", ""), sep="\n")
     return 0 if is_right else 1

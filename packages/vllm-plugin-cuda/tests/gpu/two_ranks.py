@@ -107,7 +107,7 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     options.checkpoint = options.checkpoint or options.out / "checkpoint"
     if not options.checkpoint.exists():
-        make_checkpoint(options.checkpoint)
+        make_checkpoint(options.checkpoint, "dense")
     (options.out / "one_sided.py").write_text(_ONE_SIDED)
     paths = os.pathsep.join([str(options.out), *filter(None, [os.environ.get("PYTHONPATH")])])
 

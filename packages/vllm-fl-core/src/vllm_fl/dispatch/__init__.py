@@ -13,6 +13,7 @@ nothing for a wrong configuration: ``get_policy`` and the first call do.
 
 from __future__ import annotations
 
+from vllm_fl.dispatch._installed import PLUGIN_GROUP
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._log import level_from_environment as _level_from_environment
 from vllm_fl.dispatch._log import set_log_level
@@ -23,7 +24,6 @@ from vllm_fl.dispatch.declaration import Operator
 from vllm_fl.dispatch.declaration import TorchForm
 from vllm_fl.dispatch.declaration import operator
 from vllm_fl.dispatch.discovery import PLUGIN_API_VERSION
-from vllm_fl.dispatch.discovery import PLUGIN_GROUP
 from vllm_fl.dispatch.discovery import PLUGIN_MODULES_ENV
 from vllm_fl.dispatch.discovery import clear_discovered_plugins
 from vllm_fl.dispatch.discovery import discover_plugins

@@ -25,25 +25,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-#: Every variable that the core reads: what it says, in a line.
-VARIABLES: Mapping[str, str] = {
-    "VLLM_FL_CONFIG": "a YAML file with the whole policy; it replaces the variables below",
-    "VLLM_FL_PREFER": "the kind that is tried first: flagos, vendor, reference or native",
-    "VLLM_FL_STRICT": "raise an implementation's first failure instead of running the next one",
-    "VLLM_FL_PER_OP": "operators' own orders: op=a|b;op2=x",
-    "VLLM_FL_ALLOW_VENDORS": "the only vendors that may be chosen, with commas between",
-    "VLLM_FL_DENY_VENDORS": "vendors that are never chosen, with commas between",
-    "VLLM_FL_PREFER_ENABLED": "0 leaves every layer of vLLM to vLLM",
-    "VLLM_FL_PLUGINS": "the only plugins that are loaded, by name, with commas between",
-    "VLLM_FL_PLUGIN_MODULES": "modules that are loaded as plugins, with commas between",
-    "VLLM_FL_LOG_LEVEL": "print the log of vllm_fl on stderr: DEBUG, INFO, WARNING or ERROR",
-    "VLLM_FL_OOT_ENABLED": "0 replaces none of vLLM's layers",
-    "VLLM_FL_OOT_WHITELIST": "the only layers that are replaced, with commas between",
-    "VLLM_FL_OOT_BLACKLIST": "layers that are not replaced, with commas between",
-    "VLLM_FL_TRACE_DIR": "a folder where every process writes what served each operator",
-    "VLLM_FL_DISPATCH_FINGERPRINT": "written by vllm-fl into vLLM's compile-cache key; never set it",
-}
-
 #: The variables that ``VLLM_FL_CONFIG`` does not replace and that are on or off.
 _SWITCHES = ("VLLM_FL_PREFER_ENABLED", "VLLM_FL_OOT_ENABLED")
 
@@ -94,6 +75,24 @@ def boolean_variable(name: str, default: bool) -> bool:
         return default
     with _at(name):
         return boolean(text)
+
+
+def seconds_variable(name: str, default: float) -> float:
+    """Return a number of seconds, or ``default`` where the variable is unset.
+
+    Raises:
+        PolicyError: it is no positive number.
+    """
+    text = variable(name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise PolicyError(f"{name}: must be a positive number of seconds, not {text!r}.")
+    return seconds
 
 
 def names_variable(name: str) -> list[str] | None:
@@ -305,13 +304,3 @@ def _entries(loader: Any, node: Any, path: str) -> list[tuple[Any, Any, str]]:
         seen[key] = place
         found.append((key, value_node, place))
     return found
-
-
-def unread_variables(read_by_plugins: frozenset[str] = frozenset()) -> dict[str, str]:
-    """Return the ``VLLM_FL_*`` variables that nobody reads, each with a hint."""
-    known = {*VARIABLES, *read_by_plugins}
-    return {
-        name: did_you_mean(name, known)
-        for name in sorted(os.environ)
-        if name.startswith("VLLM_FL_") and name not in known
-    }

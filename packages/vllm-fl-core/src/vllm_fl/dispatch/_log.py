@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from typing import Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = "vllm_fl"
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -41,3 +47,44 @@ def level_from_environment() -> str | None:
         return f"VLLM_FL_LOG_LEVEL: must be one of {', '.join(_LEVELS)}, not {level!r}."
     set_log_level(level)
     return None
+
+
+def _settings() -> dict[str, Any]:
+    root = logging.getLogger()
+    # A copy first: another thread may make a logger.
+    loggers = [one for one in list(root.manager.loggerDict.values()) if isinstance(one, logging.Logger)]
+    return {
+        "level": root.level,
+        "handlers": list(root.handlers),
+        "filters": list(root.filters),
+        "logging.disable": root.manager.disable,
+        "disabled loggers": {one.name for one in (root, *loggers) if one.disabled},
+    }
+
+
+@contextmanager
+def root_logger_kept() -> Iterator[list[str]]:
+    """Put back what the block changes of the root logger, and which loggers are disabled.
+
+    These belong to the user's program. A logger that the block makes is left as it is.
+
+    Yields:
+        A list that is filled at the end with what was changed.
+    """
+    before = _settings()
+    changed: list[str] = []
+    try:
+        yield changed
+    finally:
+        after = _settings()
+        newly_disabled = after["disabled loggers"] - before["disabled loggers"]
+        changed += [name for name in before if name != "disabled loggers" and before[name] != after[name]]
+        changed += ["disabled loggers"] if newly_disabled else []
+        root = logging.getLogger()
+        if "level" in changed:
+            root.setLevel(before["level"])
+        root.handlers[:], root.filters[:] = before["handlers"], before["filters"]
+        if "logging.disable" in changed:
+            logging.disable(before["logging.disable"])
+        for name in newly_disabled:
+            logging.getLogger(name if name != "root" else None).disabled = False

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._fork import after_fork_in_child
+from vllm_fl.dispatch._watch import watched
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.ops import Operators
 from vllm_fl.dispatch.types import BackendImplKind
@@ -33,8 +34,20 @@ def implementation(
 ) -> Callable[[Any], Any]:
     """Say about a backend's method what its signature cannot.
 
-    The keywords are those of :class:`~vllm_fl.dispatch.types.OpImpl`.
-    ``supports`` takes the operator's arguments, without ``self``.
+    ::
+
+        class Acme(Backend):
+            @implementation(supports=lambda x: x.shape[-1] % 16 == 0 or "no multiple of 16")
+            def silu_and_mul(self, x): ...
+
+    Args:
+        supports: takes the operator's arguments, without ``self``, and returns True, or a
+            sentence that says why not. It looks at dtypes, layouts and trailing
+            dimensions, and runs no kernel.
+        writes: the arguments that it may write; all that the contract allows if None.
+        traceable: Dynamo can trace it with ``fullgraph=True``.
+        graph_safe: it can be captured in a device graph.
+        priority: order inside one token; that of the backend's kind if None.
     """
 
     def mark(method: Any) -> Any:
@@ -128,7 +141,8 @@ class _Availability:
         with self._lock:
             if key not in self._answers:
                 # The entry keeps `owner` alive, so its id is not used again.
-                self._answers[key] = (owner, _answer(question, ask))
+                with watched(f"{question} has been running", "`vllm-fl doctor` tests it by itself."):
+                    self._answers[key] = (owner, _answer(question, ask))
             return self._answers[key][1]
 
     def forget(self) -> None:

@@ -20,27 +20,34 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch._config import names_variable
+from vllm_fl.dispatch._installed import PACKAGE
+from vllm_fl.dispatch._installed import PLUGIN_GROUP
+from vllm_fl.dispatch._installed import VLLM_GROUPS
+from vllm_fl.dispatch._installed import installed_twice
+from vllm_fl.dispatch._installed import rivals
+from vllm_fl.dispatch._installed import sentence
 from vllm_fl.dispatch._known import owner_of
 from vllm_fl.dispatch._log import get_logger
+from vllm_fl.dispatch._log import root_logger_kept
+from vllm_fl.dispatch._stage import TOO_MANY
+from vllm_fl.dispatch._stage import Stage
 from vllm_fl.dispatch._suggest import did_you_mean
+from vllm_fl.dispatch._watch import watched
 from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.errors import RegistrationError
-from vllm_fl.dispatch.ops import OPERATORS
-from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.registry import PluginRecord
 from vllm_fl.dispatch.types import Origin
+from vllm_fl.dispatch.variables import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from importlib.metadata import EntryPoint
 
-    from vllm_fl.dispatch.backend import Backend
-    from vllm_fl.dispatch.declaration import Operator
-    from vllm_fl.dispatch.types import OpImpl
+    from vllm_fl.dispatch.registry import OpRegistry
 
 logger = get_logger(__name__)
 
-PLUGIN_GROUP = "vllm_fl.plugin"
 PLUGIN_MODULES_ENV = "VLLM_FL_PLUGIN_MODULES"
 PLUGINS_ENV = "VLLM_FL_PLUGINS"
 
@@ -51,60 +58,6 @@ OLDEST_PLUGIN_API_VERSION = 1
 _ENTRY_FUNCTIONS = ("register_builtins", "vllm_fl_register", "register")
 _HEADER = re.compile(r"^(Name|Version):[ \t]*(\S.*?)\s*$", re.MULTILINE)
 _API_LITERAL = re.compile(r"^VLLM_FL_PLUGIN_API\b[^=\n]*=[ \t]*(\d+)[ \t]*(?:#.*)?$", re.MULTILINE)
-
-
-class _Stage(OpRegistry):
-    """What one plugin registers, until it is known to be whole."""
-
-    def __init__(self, registry: OpRegistry, origin: Origin) -> None:
-        super().__init__()
-        self._snapshot = registry.snapshot().without(origin)
-        self._origin = origin
-        self.impls: list[OpImpl] = []
-        self.operators: list[Operator] = []
-        self.backends: list[Backend] = []
-        self.problems: list[str] = []
-
-    def commit(
-        self,
-        *,
-        impls: tuple[OpImpl, ...] = (),
-        operators: tuple[Operator, ...] = (),
-        backends: tuple[Backend, ...] = (),
-        origin: Origin | None = None,
-    ) -> None:
-        """Keep what is right; note what is not, so that its siblings stay."""
-        for operator in operators:
-            if self._try(operators=(operator,)):
-                self.operators.append(operator)
-        for impl in impls:
-            owned = replace(impl, origin=self._origin)
-            owner = owner_of(impl_id=impl.impl_id)
-            if owner is not None and owner.distribution != self._origin.distribution:
-                self.problems.append(
-                    f"{impl.impl_id} of {impl.op_name}: this id is reserved to {owner.distribution}"
-                )
-            elif self._try(impls=(owned,)):
-                self.impls.append(owned)
-        self.backends.extend(backends)
-
-    def register_backend(self, backend: Backend) -> None:
-        """Register what is right of it; see :meth:`commit`."""
-        impls = []
-        for op_name in OPERATORS:
-            try:
-                impls.append(backend.implementation_of(op_name))
-            except RegistrationError as error:
-                self.problems.append(str(error))
-        self.commit(impls=tuple(impl for impl in impls if impl), backends=(backend,))
-
-    def _try(self, **one: Any) -> bool:
-        try:
-            super().commit(**one)
-        except RegistrationError as error:
-            self.problems.append(str(error))
-            return False
-        return True
 
 
 @dataclass(frozen=True)
@@ -137,7 +90,7 @@ def discover_plugins(registry: OpRegistry) -> list[PluginRecord]:
         PolicyError: VLLM_FL_PLUGINS or VLLM_FL_PLUGIN_MODULES names something
             that is not there.
     """
-    found = _installed() + _named_modules()
+    found = find_plugins()
     allowed = names_variable(PLUGINS_ENV)
     if allowed is not None:
         known = [plugin.name for plugin in found]
@@ -155,13 +108,27 @@ def discover_plugins(registry: OpRegistry) -> list[PluginRecord]:
         if allowed is not None and plugin.name not in allowed and not by_module:
             record = plugin.record("not-allowed", f"{PLUGINS_ENV} does not name it")
         else:
-            record = _load(registry, plugin)
+            record = _watched_load(registry, plugin)
         registry.plugins[plugin.name] = record
         if record.state in ("failed", "incompatible", "refused"):
             logger.error("%s is not used: %s", _title(record), record.reason)
         elif record.reason and record.success:
             logger.error("%s: not all is used: %s", _title(record), record.reason)
     return list(registry.plugins.values())
+
+
+def find_plugins() -> list[_Found]:
+    """Return every plugin that is installed or named, none of them loaded.
+
+    Raises:
+        PolicyError: VLLM_FL_PLUGIN_MODULES is no list of names.
+    """
+    return _installed() + _named_modules()
+
+
+def load_alone(registry: OpRegistry, index: int) -> PluginRecord:
+    """Load one of :func:`find_plugins` into ``registry``, whatever VLLM_FL_PLUGINS says."""
+    return _watched_load(registry, find_plugins()[index])
 
 
 def _title(record: PluginRecord) -> str:
@@ -172,12 +139,28 @@ def _installed() -> list[_Found]:
     from importlib import metadata  # costs half of importing this package
 
     found = []
-    for entry in metadata.entry_points(group=PLUGIN_GROUP):
+    every = metadata.entry_points()
+    for entry in every.select(group=PLUGIN_GROUP):
         name, version = _name_and_version(entry.dist)
         found.append(_Found(Origin(name, version, entry.name), entry.name, entry.value))
+    of_vllm = [entry for group in VLLM_GROUPS for entry in every.select(group=group)]
+    _warn_of_others(of_vllm)
     # Two distributions may use one name: the owner of a reserved name comes
     # first, then the order of names, so that every process chooses alike.
     return sorted(found, key=lambda p: (p.name, not _owns_its_name(p), p.origin.distribution))
+
+
+def _warn_of_others(entry_points: list[EntryPoint]) -> None:
+    try:
+        problems = [
+            f"{one} has a package {PACKAGE} too, and one hides the other" for one in rivals(entry_points)
+        ]
+        problems += [sentence(name, every) for name, every in installed_twice().items()]
+    except Exception:  # damaged metadata of somebody; this is only a warning
+        logger.debug("metadata cannot be read", exc_info=True)
+        return
+    for problem in problems:
+        logger.warning("%s; `vllm-fl doctor` says what to do", problem)
 
 
 def _name_and_version(distribution: Any) -> tuple[str, str]:
@@ -211,6 +194,21 @@ def _refuse_second(registry: OpRegistry, plugin: _Found) -> None:
         logger.error("%s is not used: %s", _title(registry.plugins[key]), reason)
 
 
+def _watched_load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
+    title = _title(plugin.record("loading"))
+    others = f"{PLUGINS_ENV} with the names of the others leaves it out"
+    with (
+        watched(f"{title} has been loading", f"{others}; `vllm-fl doctor` tests it by itself."),
+        root_logger_kept() as changed,
+    ):
+        record = _load(registry, plugin)
+    if changed:
+        logger.warning(
+            "%s changed the root logger (%s) while it was loaded; that is undone", title, ", ".join(changed)
+        )
+    return record
+
+
 def _load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
     owner = owner_of(plugin=plugin.name)
     if owner is not None and owner.distribution != plugin.origin.distribution:
@@ -227,8 +225,10 @@ def _load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
         problem = _api_problem(plugin, api)
         if problem:
             return plugin.record("incompatible", problem)
-        stage = _Stage(registry, plugin.origin)
+        stage = Stage(registry, plugin.origin)
         _entry_function(module, attribute)(stage)
+        if stage.too_many:  # and it went on when it was told
+            raise RegistrationError(TOO_MANY)
     except PolicyError:
         raise
     except (KeyboardInterrupt, GeneratorExit):
@@ -242,6 +242,7 @@ def _load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
             raise PolicyError(f"{PLUGIN_MODULES_ENV}: there is no module {module_name!r}.") from None
         logger.debug("plugin %r failed", plugin.name, exc_info=True)
         return plugin.record("failed", f"{describe(error)}{_line_of(error)}", api_version=api)
+    variables = _variables(module, stage)
     if stage.problems and not stage.impls and not stage.operators:
         return plugin.record("failed", "; ".join(stage.problems), api_version=api)
     try:
@@ -258,8 +259,21 @@ def _load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
         "; ".join(stage.problems),
         api_version=api,
         operators=tuple(dict.fromkeys(impl.op_name for impl in stage.impls)),
-        variables=tuple(getattr(module, "VLLM_FL_VARIABLES", ())),
+        variables=variables,
     )
+
+
+def _variables(module: ModuleType, stage: Stage) -> tuple[str, ...]:
+    """Return the environment variables that a plugin says it reads."""
+    names = getattr(module, "VLLM_FL_VARIABLES", ())
+    if isinstance(names, (tuple, list)) and all(
+        isinstance(name, str) and name.startswith(PREFIX) for name in names
+    ):
+        return tuple(names)
+    stage.problems.append(
+        f"VLLM_FL_VARIABLES must be a tuple of names that begin with {PREFIX}, not {names!r}"
+    )
+    return ()
 
 
 def _declared_api(module_name: str) -> int | None:

@@ -46,6 +46,16 @@ When one fails
    ``NotImplementedError`` is raised too.
 
 The code of the second list is in :mod:`vllm_fl.dispatch._guard`.
+
+Threads
+=======
+
+A call takes no lock. It relies on what Python documents, and not on a lock around
+the interpreter: reading and binding an attribute, and getting and setting one key of
+a dict, are each done as a whole, and a ``ContextVar`` belongs to its thread or task.
+Policies, snapshots, decisions and plans are never edited, only replaced. A table is
+filled only while the policy, snapshot and failures that it was resolved from are
+current, which is checked under the lock; a call that has got a callable keeps it.
 """
 
 from __future__ import annotations
@@ -505,7 +515,11 @@ _default_lock = ForkSafeLock()
 
 
 def get_default_manager() -> OpManager:
-    """Return the manager of the process, made when first asked for."""
+    """Return the manager of the process, made when first asked for.
+
+    It is what :func:`call_op` and :func:`resolve_op` ask. ``explain(op)`` says what runs
+    and why, ``freeze()`` fixes every choice, ``registry`` holds what is registered.
+    """
     global _default
     if _default is None:
         with _default_lock:
@@ -530,16 +544,28 @@ def reset_default_manager() -> None:
 def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Run an operator with the implementation that the policy in force chooses.
 
-    It follows contexts, policy changes and late registrations at once::
+    ::
 
-        call_op("silu_and_mul", x)
-        call_op("rms_norm", x, residual, weight, 1e-6)
+        import torch
+        from vllm_fl.dispatch import call_op, get_default_manager, with_preference
 
-    ``help(Operators.rms_norm)`` says what an operator takes and returns, and
-    ``print(get_default_manager().explain("rms_norm"))`` why it runs what it runs.
+        x = torch.randn(4, 256)
+        y = call_op("silu_and_mul", x)  # T[4, 128]
+        print(get_default_manager().explain("silu_and_mul"))  # what runs, and why
+        with with_preference("reference"):  # another choice, for this thread or task
+            assert torch.allclose(call_op("silu_and_mul", x), y, atol=1e-5)
+
+    ``help(Operators.silu_and_mul)`` says what an operator takes, writes and returns;
+    ``help(vllm_fl.dispatch.manager)`` which implementation runs, and what happens when
+    one fails. The short of it: of the implementations that are allowed, available and
+    ready to take these arguments, the first in the policy's order runs; where it says
+    "not for these inputs" or fails before it has written anything, the next one does.
+
+    It follows contexts, policy changes and late registrations at once. What is called
+    again and again with one choice is cheaper by :func:`resolve_op`.
 
     Args:
-        op_name: the operator.
+        op_name: the operator, such as ``"rms_norm"``; ``vllm-fl list ops`` lists them.
         *args: its arguments, in the contract's order.
         **kwargs: its arguments by name.
 
@@ -547,9 +573,11 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         What the operator's contract says.
 
     Raises:
-        UnknownOperatorError: no such operator.
+        UnknownOperatorError: no such operator; the message has the nearest name.
         NoImplementationError: nothing can run it; the message says what to install.
-        PolicyError: the configuration is wrong.
+        PolicyError: the configuration is wrong; the message names the variable, or the
+            file and line.
+        TypeError: the arguments do not fit the operator's signature.
         Exception: what the implementation raises; see "When one fails".
     """
     manager = _default or get_default_manager()
@@ -564,8 +592,25 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
 def resolve_op(op_name: str) -> Callable[..., Any]:
     """Return an operator as a callable that keeps the choice of this moment.
 
-    With ``strict`` and no predicate it is the implementation itself. The policy
-    is read here and never in the callable, which can be traced.
+    ::
+
+        import torch
+        from vllm_fl.dispatch import resolve_op
+
+        rms_norm = resolve_op("rms_norm")
+        x, weight = torch.randn(4, 128), torch.ones(128)
+        for _ in range(3):
+            y = rms_norm(x, None, weight, 1e-6)
+
+    With ``strict`` and no predicate it is the implementation itself; else it keeps the
+    rules of "When one fails". The policy is read here and never in the callable, which
+    can be traced. Resolve anew after a change of the policy.
+
+    Args:
+        op_name: the operator.
+
+    Returns:
+        A callable with the operator's signature.
 
     Raises:
         UnknownOperatorError: no such operator.

@@ -327,7 +327,15 @@ def get_policy() -> SelectionPolicy:
 def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
     """Make ``policy`` the policy of the process; return the one before.
 
-    What was set aside after failures is tried again.
+    ::
+
+        from vllm_fl.dispatch import SelectionPolicy, reset_global_policy, set_global_policy
+
+        set_global_policy(SelectionPolicy.from_dict(per_op_order={"rms_norm": ["reference"]}))
+        reset_global_policy()  # what the environment says
+
+    It replaces all that the environment says, and what was set aside after failures is
+    tried again. Set before ``LLM()`` is made, it is the policy of the workers too.
 
     Raises:
         RuntimeError: the dispatch is frozen.
@@ -357,6 +365,16 @@ def reset_global_policy() -> None:
 def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
     """Put ``policy`` in force for this thread or task.
 
+    ::
+
+        from vllm_fl.dispatch import SelectionPolicy, call_op, policy_context
+
+        with policy_context(SelectionPolicy.from_dict(prefer="reference", strict=True)):
+            ...  # call_op chooses with it here, and nowhere else
+
+    The innermost context holds; none of what lies outside it is mixed in. Entering or
+    leaving one forgets no failure.
+
     Raises:
         RuntimeError: the dispatch is frozen.
     """
@@ -378,22 +396,46 @@ def _changed(**values: Any) -> SelectionPolicy:
 
 
 def with_preference(prefer: str) -> Any:
-    """Context manager: the policy in force with another ``prefer``."""
+    """Context manager: the policy in force with another ``prefer``.
+
+    Args:
+        prefer: ``flagos``, ``vendor``, ``reference`` or ``native``.
+
+    Raises:
+        PolicyError: another value.
+        RuntimeError: the dispatch is frozen.
+    """
     return policy_context(_changed(prefer=prefer.lower() if isinstance(prefer, str) else prefer))
 
 
 def with_strict_mode() -> Any:
-    """Context manager: the policy in force, strict."""
+    """Context manager: the policy in force, strict: the first failure is raised.
+
+    Raises:
+        RuntimeError: the dispatch is frozen.
+    """
     return policy_context(_changed(strict=True))
 
 
 def with_allowed_vendors(*vendors: str) -> Any:
-    """Context manager: the policy in force, with no vendor but these."""
+    """Context manager: the policy in force, with no vendor but these.
+
+    Implementations of the other kinds stay.
+
+    Raises:
+        RuntimeError: the dispatch is frozen.
+    """
     return policy_context(_changed(allow_vendors=frozenset(vendors)))
 
 
 def with_denied_vendors(*vendors: str) -> Any:
-    """Context manager: the policy in force, without these vendors."""
+    """Context manager: the policy in force, without these vendors.
+
+    Those that it denies already stay denied.
+
+    Raises:
+        RuntimeError: the dispatch is frozen.
+    """
     policy = _context.get() or global_policy()
     return policy_context(_changed(deny_vendors=policy.deny_vendors | frozenset(vendors)))
 
