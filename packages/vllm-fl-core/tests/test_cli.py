@@ -140,6 +140,16 @@ def test_explain_with_the_native_path(command: Callable[..., subprocess.Complete
     assert said.stdout.startswith("silu_and_mul: native")
 
 
+def test_a_probe_loads_what_is_a_name(
+    command: Callable[..., subprocess.CompletedProcess[str]], installed: Path
+) -> None:
+    (installed / "well.py").write_text(PLUGINS["well"].replace("lambda x: x", "'no_such_library:silu'"))
+    listed = json.loads(command("list", "backends", "--probe", "--json").stdout)
+    [backend] = [row for row in listed["backends"] if row["impl_id"] == "vendor.well"]
+    assert backend["available"] is False
+    assert "no_such_library is not installed" in backend["reason"]
+
+
 def test_explain_of_what_cannot_run_says_what_to_install(
     command: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
@@ -199,7 +209,7 @@ def test_a_fault_of_ours_is_exit_code_3(
     def fail(*_: object) -> list[dict[str, object]]:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(inspect, "_plugins", fail)
+    monkeypatch.setattr(inspect, "plugin_rows", fail)
     assert main(["list", "--json"]) == 3
     said = capfd.readouterr()
     assert said.out == ""

@@ -477,6 +477,26 @@ def test_this_api(site: Site) -> None:
     assert discover()[1]["acme"].success
 
 
+def test_the_policy_for_plugin_apis() -> None:
+    """A core takes its own and the one before; docs/releasing.md says so to vendors."""
+    assert max(1, discovery.PLUGIN_API_VERSION - 1) == discovery.OLDEST_PLUGIN_API_VERSION
+
+
+@pytest.mark.parametrize("newest", [2, 3])
+def test_a_plugin_of_the_api_before(site: Site, monkeypatch: pytest.MonkeyPatch, newest: int) -> None:
+    monkeypatch.setattr(discovery, "PLUGIN_API_VERSION", newest)
+    monkeypatch.setattr(discovery, "OLDEST_PLUGIN_API_VERSION", newest - 1)
+    for api in range(newest + 2):
+        site.wheel(f"of{api}", f"VLLM_FL_PLUGIN_API = {api}\n{RIGHT}")
+    manager, records = discover()
+    loaded = {newest - 1, newest}
+    states = {record.api_version: record.state for record in records.values()}
+    assert states == {api: "loaded" if api in loaded else "incompatible" for api in range(newest + 2)}
+    assert registered(manager) == {OP: [f"vendor.of{api}" for api in sorted(loaded)]}
+    assert records["of0"].reason.endswith("pip install --upgrade of0")
+    assert records[f"of{newest + 1}"].reason.endswith("pip install --upgrade vllm-fl-core")
+
+
 # -- VLLM_FL_PLUGINS and VLLM_FL_PLUGIN_MODULES -------------------------------------------------------
 
 

@@ -1,8 +1,7 @@
 """The command ``vllm-fl``.
 
-Exit codes: 0 it is well, 1 a problem was found, 2 the command line is wrong, 3 a
-fault of vllm-fl itself. With ``--json`` stdout holds one object and nothing else,
-whatever a plugin prints.
+Exit codes: :class:`~vllm_fl.cli.output.ExitCode`. With ``--json`` stdout holds one object
+and nothing else, whatever a plugin prints; schema.json says what is in it.
 """
 
 from __future__ import annotations
@@ -13,9 +12,16 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
+from vllm_fl.cli import completion
+from vllm_fl.cli import conformance
 from vllm_fl.cli import demo
+from vllm_fl.cli import doctor
+from vllm_fl.cli import env
 from vllm_fl.cli import inspect
+from vllm_fl.cli import new_vendor
+from vllm_fl.cli import policy
 from vllm_fl.cli import trace
+from vllm_fl.cli.output import ExitCode
 from vllm_fl.cli.output import Output
 from vllm_fl.cli.output import Problem
 
@@ -27,6 +33,7 @@ _EPILOG = """\
 examples:
   vllm-fl list                     what is installed
   vllm-fl explain rms_norm         what runs, and why
+  vllm-fl doctor                   what is wrong, and what mends it
   vllm-fl demo --compare-native    run vLLM with the dispatch and without it
 """
 
@@ -41,8 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the core's version")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
-    for module in (inspect, demo, trace):
+    for module in (inspect, doctor, policy, env, demo, trace, new_vendor, conformance):
         module.add_commands(commands)
+    completion.add_commands(commands, parser)
     return parser
 
 
@@ -61,26 +69,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         from vllm_fl.cli.output import generated_by
 
         print(generated_by())
-        return 0
+        return ExitCode.OK
     if arguments.command is None:
         parser.print_help()
-        return 2
+        return ExitCode.USAGE
     with Output(as_json=getattr(arguments, "json", False)) as output:
         try:
             code: int = arguments.run(arguments, output)
         except Problem as problem:
             output.error(str(problem))
-            return 1
+            return ExitCode.PROBLEM
         except BrokenPipeError:
             # The reader (`| head`) has what it wanted; Python's own flush at the
             # end must not complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return 0
+            return ExitCode.OK
         except KeyboardInterrupt:
-            return 130
+            return ExitCode.INTERRUPTED
         except Exception:  # noqa: BLE001 - a fault of ours is exit code 3, not a stray 1
             output.error(traceback.format_exc())
             output.error("This is a fault of vllm-fl. Please report it with the lines above.")
-            return 3
+            return ExitCode.FAULT
         sys.stdout.flush()
         return code

@@ -115,7 +115,10 @@ def _demo(arguments: argparse.Namespace, output: Output) -> int:
         output.text()
         output.table("What served each operator", trace.COLUMNS, trace.rows(operators))
     if not operators:
-        output.error("no layer was built with the dispatch: is VLLM_PLUGINS set and does it leave out 'fl'?")
+        output.error(
+            "no layer was built with the dispatch: VLLM_PLUGINS leaves out 'fl', or VLLM_FL_OOT_ENABLED or "
+            "VLLM_FL_PREFER_ENABLED is off"
+        )
         return 1
     return 1 if identical is False else 0
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch._known import install_hint
+from vllm_fl.dispatch.backend import describe
+from vllm_fl.dispatch.types import NATIVE
+from vllm_fl.dispatch.variables import unread_variables
 
 if TYPE_CHECKING:
     import argparse
 
     from vllm_fl.cli.output import Output
+    from vllm_fl.dispatch import OpImpl
     from vllm_fl.dispatch import OpManager
 
 _WHAT = ("ops", "backends", "plugins")
@@ -56,8 +62,12 @@ def _list(arguments: argparse.Namespace, output: Output) -> int:
     except DispatchError as error:
         raise Problem(str(error)) from None
     wanted = [arguments.what] if arguments.what else list(_WHAT)
-    makers = {"plugins": _plugins, "backends": _backends, "ops": _operators}
-    found = {what: makers[what](manager, arguments.probe) for what in wanted}
+    makers = {
+        "plugins": lambda: plugin_rows(manager),
+        "backends": lambda: _backends(manager, arguments.probe),
+        "ops": lambda: _operators(manager),
+    }
+    found = {what: makers[what]() for what in wanted}
     if arguments.json:
         output.json_object({"operators" if what == "ops" else what: rows for what, rows in found.items()})
         return 0
@@ -66,6 +76,11 @@ def _list(arguments: argparse.Namespace, output: Output) -> int:
             [r["name"], r["distribution"], r["version"], r["state"], r["reason"]] for r in found["plugins"]
         ]
         output.table("Plugins", ("plugin", "distribution", "version", "state", "why"), rows)
+        if not rows:
+            output.text(
+                "No plugin is installed: pip install vllm-fl-reference, and the wheel of your chip "
+                "(vllm-fl explain OP names those that implement it).\n"
+            )
     if "backends" in found:
         rows = [
             [r["impl_id"], r["kind"], r["distribution"], len(r["operators"]), _availability(r)]
@@ -84,7 +99,8 @@ def _availability(row: dict[str, Any]) -> str:
     return "yes" if row["available"] else f"no: {row['reason']}"
 
 
-def _plugins(manager: OpManager, probe: bool) -> list[dict[str, Any]]:
+def plugin_rows(manager: OpManager) -> list[dict[str, Any]]:
+    """Return what became of every plugin, as plain values."""
     return [
         {
             "name": record.name,
@@ -119,12 +135,23 @@ def _backends(manager: OpManager, probe: bool) -> list[dict[str, Any]]:
             )
             row["operators"].append(op_name)
             if probe and row["available"] is not True:
-                row["reason"] = impl.unavailable_reason()
+                row["reason"] = _why_not(impl)
                 row["available"] = row["reason"] is None
     return [found[impl_id] for impl_id in sorted(found)]
 
 
-def _operators(manager: OpManager, probe: bool) -> list[dict[str, Any]]:
+def _why_not(impl: OpImpl) -> str | None:
+    """Say why an implementation cannot run here; its module is a part of that."""
+    reason = impl.unavailable_reason()
+    if reason is None:
+        try:
+            impl.load()
+        except Exception as error:  # noqa: BLE001 - the reason that people read
+            return f"cannot be loaded: {describe(error)}"
+    return reason
+
+
+def _operators(manager: OpManager) -> list[dict[str, Any]]:
     snapshot = manager.registry.snapshot()
     rows = []
     for name in sorted({*snapshot.operators, *snapshot.impls_by_op}):
@@ -163,11 +190,26 @@ def _explain(arguments: argparse.Namespace, output: Output) -> int:
         )
     else:
         output.text(str(decisions[0]))
-        if decisions[0].impl_id is None:
+        if decisions[0].impl_id is None and not arguments.native:
+            output.text("Inside vLLM the layer's own path would run (--native shows it).")
+        if not decisions[0].candidates:
             output.text(install_hint(arguments.op))
+    else_native = arguments.op and not arguments.json and decisions[0].impl_id not in (None, NATIVE)
+    if else_native and find_spec("vllm") and not get_policy().is_explicit_for(arguments.op):
+        output.text(
+            "Inside vLLM, a layer that is left to its compiler (the default mode) stays native unless you "
+            "ask for another, as with VLLM_FL_PREFER or VLLM_FL_PER_OP."
+        )
+    warn_of_unread(manager, output)
     for record in plugins:
         output.note(f"plugin {record.name!r} ({record.distribution} {record.version}): {record.reason}")
     return 1 if arguments.op and decisions[0].impl_id is None else 0
+
+
+def warn_of_unread(manager: OpManager, output: Output) -> None:
+    """Note on stderr each VLLM_FL_* variable that is set and that nobody reads."""
+    for name, hint in unread_variables(manager.registry.plugins.values()).items():
+        output.note(f"vllm-fl: the environment variable {name} is read by nobody.{hint}")
 
 
 def _why(decision: Any) -> str:

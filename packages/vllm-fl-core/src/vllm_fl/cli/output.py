@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import sys
@@ -16,10 +17,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+#: Of the object that ``--json`` prints; schema.json, next to this file, says what is in it.
 SCHEMA_VERSION = 1
 
 
-class Problem(Exception):  # noqa: N818 - what the user reads, exit code 1
+class ExitCode(enum.IntEnum):
+    """What every command returns to the shell."""
+
+    OK = 0  #: it is well; there may be warnings
+    PROBLEM = 1  #: a problem was found
+    USAGE = 2  #: the command line is wrong
+    FAULT = 3  #: a fault of vllm-fl itself
+    INTERRUPTED = 130  #: Ctrl-C, as shells count it
+
+
+class Problem(Exception):  # noqa: N818 - what the user reads, ExitCode.PROBLEM
     """The command found a problem; its text says what and what to do."""
 
 
@@ -91,10 +103,10 @@ class Output:
         print(f"vllm-fl: {text}", file=sys.stderr)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Print a table, with rich where it is installed and stdout is a terminal."""
+        """Print a table: with rich where it is installed and stdout is a terminal, unless NO_COLOR is set."""
         cells = [[("" if cell is None else str(cell)) for cell in row] for row in rows]
         with self._on_stdout():
-            if find_spec("rich") is not None and sys.stdout.isatty():
+            if find_spec("rich") is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
                 _print_rich(title, columns, cells)
             else:
                 print(plain_table(title, columns, cells))

@@ -1,0 +1,146 @@
+"""``vllm-fl policy``: the policy in force and where each value came from; a file's check."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from typing import Any
+
+from vllm_fl.cli.inspect import warn_of_unread
+from vllm_fl.cli.output import Problem
+from vllm_fl.dispatch import DispatchError
+from vllm_fl.dispatch import PolicyError
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch import get_policy
+from vllm_fl.dispatch import match_token
+from vllm_fl.dispatch import policy_from_config
+from vllm_fl.dispatch.selection import effective
+from vllm_fl.dispatch.types import NATIVE
+
+if TYPE_CHECKING:
+    import argparse
+
+    from vllm_fl.cli.output import Output
+    from vllm_fl.dispatch import OpRegistrySnapshot
+    from vllm_fl.dispatch import SelectionPolicy
+
+_COLUMNS = ("key", "value", "from")
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``policy show`` and ``policy check``."""
+    group = commands.add_parser(
+        "policy",
+        help="the policy in force, or whether a policy file is right",
+        description="Show the policy in force, or check a policy file.",
+        epilog="example: VLLM_FL_PREFER=reference vllm-fl policy show",
+    )
+    subcommands = group.add_subparsers(metavar="COMMAND", required=True)
+
+    parser = subcommands.add_parser(
+        "show",
+        help="each value, and where it came from",
+        description="Show each value of the policy in force and where it came from: a default, a wheel's "
+        "packaged defaults, a variable, or a line of a file. A vendor's defaults depend on which vendors are "
+        "available, so that this asks the backends (it imports their libraries).",
+        epilog="example: VLLM_FL_STRICT=1 vllm-fl policy show",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_show)
+
+    parser = subcommands.add_parser(
+        "check",
+        help="whether a policy file is right",
+        description="Check a policy file as VLLM_FL_CONFIG would read it, and every name in it against what "
+        "is installed. Exit code 1 where it is wrong.",
+        epilog="example: vllm-fl policy check policy.yaml",
+    )
+    parser.add_argument("file", metavar="FILE", help="a YAML file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_check)
+
+
+def _show(arguments: argparse.Namespace, output: Output) -> int:
+    manager = get_default_manager()
+    try:
+        manager.ensure_initialized()
+        policy = get_policy()
+    except DispatchError as error:
+        raise Problem(str(error)) from None
+    values = values_of(effective(policy, manager.snapshot()))
+    if arguments.json:
+        output.json_object({"fingerprint": policy.fingerprint(), "values": values})
+    else:
+        output.table(f"Policy {policy.fingerprint()}", _COLUMNS, _rows(values))
+    warn_of_unread(manager, output)
+    return 0
+
+
+def _check(arguments: argparse.Namespace, output: Output) -> int:
+    manager = get_default_manager()
+    try:
+        policy = policy_from_config(arguments.file)
+        manager.check_policy(policy)
+    except PolicyError as error:
+        if not arguments.json:
+            raise Problem(str(error)) from None
+        output.error(str(error))
+        output.json_object({"file": arguments.file, "problem": str(error), "values": [], "notes": []})
+        return 1
+    except DispatchError as error:
+        raise Problem(str(error)) from None
+    values, notes = values_of(policy), _means_nothing_here(policy, manager.snapshot())
+    if arguments.json:
+        output.json_object({"file": arguments.file, "problem": None, "values": values, "notes": notes})
+        return 0
+    output.table(f"{arguments.file} is right", _COLUMNS, _rows(values))
+    for note in notes:
+        output.text(f"note: {note}")
+    return 0
+
+
+def values_of(policy: SelectionPolicy) -> list[dict[str, Any]]:
+    """Return every value of a policy with the place that it came from.
+
+    Returns:
+        ``{"key", "value", "source"}``: the keys of the policy file, an operator's own
+        order as ``op_backends.<operator>``. ``source`` is ``default``, ``code``, a
+        variable, ``file:line`` or a vendor's packaged defaults.
+    """
+    plain: dict[str, Any] = {
+        "prefer": policy.prefer,
+        "strict": policy.strict,
+        "allow_vendors": None if policy.allow_vendors is None else sorted(policy.allow_vendors),
+        "deny_vendors": sorted(policy.deny_vendors),
+        **{f"op_backends.{op_name}": list(order) for op_name, order in policy.per_op_order},
+    }
+    return [{"key": key, "value": value, "source": _source(policy, key)} for key, value in plain.items()]
+
+
+def _source(policy: SelectionPolicy, key: str) -> str:
+    group = key.partition(".")[0]
+    unnamed = "code" if group in policy.explicit else "default"
+    return policy.sources.get(key) or policy.sources.get(group) or unnamed
+
+
+def _rows(values: list[dict[str, Any]]) -> list[list[str]]:
+    return [[row["key"], _text(row["key"], row["value"]), row["source"]] for row in values]
+
+
+def _text(key: str, value: object) -> str:
+    if value is None:
+        return "all"
+    if isinstance(value, list):
+        return (" | " if key.startswith("op_backends.") else ", ").join(value) or "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _means_nothing_here(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> list[str]:
+    """Say which tokens of the operators' own orders match nothing that is installed."""
+    notes = []
+    for op_name, order in policy.per_op_order:
+        impls = snapshot.impls_by_op.get(op_name, ())
+        for token in order:
+            if token != NATIVE and not any(match_token(impl, token) for impl in impls):
+                place = _source(policy, f"op_backends.{op_name}")
+                notes.append(f"{place}: nothing that is installed here is {token!r} of {op_name}")
+    return notes
