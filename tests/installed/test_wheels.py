@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import zipfile
 from importlib import metadata
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from bare_environment import PACKAGES
+from bare_environment import Environment
+from bare_environment import build
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.slow
 
-PACKAGES = Path(__file__).parents[2] / "packages"
 CALL = """
 import torch
 from vllm_fl.dispatch import call_op
@@ -22,42 +24,11 @@ print(call_op("silu_and_mul", torch.ones(2, 8)).shape)
 """
 
 
-class Environment:
-    """A virtual environment with nothing but pip."""
-
-    def __init__(self, folder: Path) -> None:
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        self.bin = folder / ("Scripts" if sys.platform == "win32" else "bin")
-        self.folder = folder
-
-    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command of the environment away from the sources."""
-        return subprocess.run(
-            [str(self.bin / command[0]), *command[1:]],
-            cwd=self.folder,
-            env={"PATH": str(self.bin), "HOME": str(self.folder), "PYTHONNOUSERSITE": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    def pip(self, *arguments: str) -> None:
-        """Run pip with the index that the caller's environment uses."""
-        subprocess.run(
-            [str(self.bin / "python"), "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments],
-            # What stands on PYTHONPATH would count as installed.
-            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-            check=True,
-        )
-
-
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("dist")
-    for name in ("vllm-fl-core", "vllm-fl-reference"):
-        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-        subprocess.run(command, cwd=PACKAGES / name, check=True, capture_output=True)
-    return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
+    built = [build(PACKAGES / name, folder) for name in ("vllm-fl-core", "vllm-fl-reference")]
+    return {path.name.partition("-")[0]: path for path in built}
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +64,8 @@ def test_core_alone_says_what_to_install(core_alone: Environment) -> None:
 
 
 def test_core_alone_is_light(core_alone: Environment) -> None:
-    installed = core_alone.run("python", "-m", "pip", "list", "--format", "json").stdout
-    names = {row["name"].lower() for row in json.loads(installed)}
-    assert names <= {"pip", "setuptools", "wheel", "pyyaml", "vllm-fl-core"}
+    installed = json.loads(core_alone.pip("list", "--format", "json"))
+    assert {row["name"].lower() for row in installed} == {"pyyaml", "vllm-fl-core"}
 
 
 def test_a_wheel_adds_its_implementations_and_takes_them_away(
