@@ -1,0 +1,143 @@
+"""``vllm-fl conformance``: whether a backend's operators are right."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+from typing import Any
+
+from vllm_fl.cli.output import Problem
+from vllm_fl.dispatch import DispatchError
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+    from collections.abc import Iterator
+
+    from vllm_fl.cli.output import Output
+
+#: Seconds between two lines of progress where stderr is no terminal.
+_QUIET_SECONDS = 10.0
+
+_TIERS = ("smoke", "full", "stress")
+
+
+def add_commands(commands: Any) -> None:
+    """Add ``conformance``."""
+    parser = commands.add_parser(
+        "conformance",
+        help="whether a backend's operators are right",
+        description="Run every operator that a backend registers through the dispatch and compare it with "
+        "float64. Exit code 1 where anything fails.",
+        epilog="example: vllm-fl conformance --backend vendor.acme --tier full --html report.html",
+    )
+    parser.add_argument(
+        "--backend",
+        required=True,
+        metavar="NAME",
+        help="an implementation id (vendor.acme), a vendor (acme), flagos or reference",
+    )
+    parser.add_argument("--op", action="append", default=[], metavar="OP", help="only this; may be repeated")
+    parser.add_argument("--tier", choices=_TIERS, default="smoke", help="how much; default: smoke")
+    parser.add_argument("--device", default="auto", help="default: the accelerator, or else cpu")
+    parser.add_argument(
+        "--max-elements", type=int, metavar="N", help="leave out, and report, cases with larger tensors"
+    )
+    parser.add_argument(
+        "--exceptions", type=Path, metavar="FILE", help="a TOML file beside the one that the wheel ships"
+    )
+    parser.add_argument("--json", dest="json_file", type=Path, metavar="F", help="write every result to F")
+    parser.add_argument(
+        "--junit", dest="junit_file", type=Path, metavar="F", help="write a JUnit XML report to F"
+    )
+    parser.add_argument(
+        "--html", dest="html_file", type=Path, metavar="F", help="write a report for people to F"
+    )
+    parser.set_defaults(run=_conformance)
+
+
+def _conformance(arguments: argparse.Namespace, output: Output) -> int:
+    if find_spec("torch") is None:
+        raise Problem("conformance needs torch, which is not installed: install the one for your device")
+    from vllm_fl.conformance import exceptions
+    from vllm_fl.conformance import html
+    from vllm_fl.conformance import report
+    from vllm_fl.conformance import run
+    from vllm_fl.conformance.case import Tier
+    from vllm_fl.conformance.select import UnknownNameError
+
+    options = run.Options(
+        operators=arguments.op,
+        tier=Tier[arguments.tier.upper()],
+        device=arguments.device,
+        max_elements=arguments.max_elements,
+        exceptions=arguments.exceptions,
+    )
+    try:
+        plan = run.plan(arguments.backend, options)
+    except DispatchError as error:
+        raise Problem(str(error)) from None
+    except (UnknownNameError, exceptions.ExceptionsError, ValueError) as error:
+        output.error(str(error))
+        return 2
+    whole = report.Report.begin(arguments.backend, options, plan)
+    with progress(len(plan.steps), f"conformance of {arguments.backend}") as advance:
+        for result in plan.run():
+            whole.add(result)
+            advance(result.op)
+    for path, write in (
+        (arguments.json_file, report.write_json),
+        (arguments.junit_file, report.write_junit),
+        (arguments.html_file, html.write_html),
+    ):
+        if path is not None:
+            write(whole, path)
+            output.note(f"wrote {path}")
+    report.print_summary(whole, output)
+    return 1 if whole.failures else 0
+
+
+@contextmanager
+def progress(total: int, title: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr how far a run is, with rich where it is installed; yields what to call for a step.
+
+    Where stderr is no terminal, a line now and then.
+    """
+    if find_spec("rich") is not None and sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn
+        from rich.progress import MofNCompleteColumn
+        from rich.progress import Progress
+        from rich.progress import TextColumn
+        from rich.progress import TimeElapsedColumn
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[op]}"),
+        )
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(title, total=total, op="")
+            yield lambda op: bar.update(task, advance=1, op=op)
+        return
+    done, shown = 0, time.monotonic()
+
+    def advance(op: str) -> None:
+        nonlocal done, shown
+        done += 1
+        is_terminal = sys.stderr.isatty()
+        if not is_terminal and time.monotonic() - shown < _QUIET_SECONDS:
+            return
+        shown = time.monotonic()
+        text = f"{title}: {done} of {total}, {op}"
+        print(f"\r{text:<79}" if is_terminal else text, end="" if is_terminal else "\n", file=sys.stderr)
+
+    yield advance
+    if sys.stderr.isatty():
+        print(f"\r{'':<79}\r", end="", file=sys.stderr)

@@ -1,0 +1,213 @@
+"""What a compiler and a device's graph do with an implementation.
+
+vLLM traces a layer once, with the number of tokens unknown, and drops the guards:
+one graph serves every number. So what is said to be traceable is traced whole with
+many rows and run with other numbers, guards evaluated; a second graph is a choice
+by rows, of which vLLM would take one branch for all. What is not traceable is
+traced in the form in which vLLM calls it then, a torch operator around it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_fl.conformance.check import Call
+from vllm_fl.conformance.check import contract_problem
+from vllm_fl.conformance.judge import RIGHT
+from vllm_fl.conformance.judge import wrong
+from vllm_fl.conformance.result import Result
+from vllm_fl.conformance.result import Status
+from vllm_fl.conformance.tensors import moved
+from vllm_fl.dispatch._runtime import is_fatal
+from vllm_fl.dispatch.backend import describe
+from vllm_fl.integration.opaque import checked
+from vllm_fl.integration.opaque import opaque
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from collections.abc import Sequence
+
+    from vllm_fl.conformance.case import Arguments
+    from vllm_fl.conformance.case import Case
+    from vllm_fl.conformance.case import Suite
+    from vllm_fl.conformance.dispatched import Dispatched
+    from vllm_fl.conformance.judge import Verdict
+
+#: First the number that is traced, then fewer, fewer than there are experts, and more.
+_ROWS = (83, 7, 2, 201)
+_CAPTURED_ROWS = 33
+#: What vLLM's AOT compilation does with a graph but for generating code.
+_BACKEND = "aot_eager"
+
+TRACED = "one graph for every number of rows"
+OPAQUE = "one graph around it, opaque to a compiler"
+CAPTURED = "captured in a CUDA graph"
+
+
+def trace(suite: Suite, dispatched: Dispatched, device: torch.device, loosen: float = 1.0) -> Result:
+    """Trace every form of an operator with one number of rows and run it with others."""
+    name = TRACED if dispatched.impl.traceable else OPAQUE
+    forms = zip(*(suite.rows(rows) for rows in _ROWS), strict=True)
+    return _each(name, list(forms), functools.partial(_traced, suite), dispatched, device, loosen)
+
+
+def capture(suite: Suite, dispatched: Dispatched, device: torch.device, loosen: float = 1.0) -> Result:
+    """Capture every form of an operator in a CUDA graph and replay it on other values."""
+    forms = [(case,) for case in suite.rows(_CAPTURED_ROWS)]
+    return _each(CAPTURED, forms, _captured, dispatched, device, loosen)
+
+
+def _each(
+    name: str,
+    forms: Sequence[tuple[Case, ...]],
+    judge: Callable[[tuple[Case, ...], Dispatched, torch.device], Verdict],
+    dispatched: Dispatched,
+    device: torch.device,
+    loosen: float,
+) -> Result:
+    """Judge every form that the implementation takes."""
+    started = time.perf_counter()
+    whole, ran = RIGHT, 0
+    for cases in forms:
+        try:
+            if any(dispatched.refusal(moved(case.make(), device)) is not True for case in cases):
+                continue
+            ran += 1
+            whole += judge(cases, dispatched, device)
+        except Exception as error:
+            if is_fatal(error):
+                raise
+            whole += wrong(f"{cases[0].name}: {_brief(error)}")
+    status = Status.NOT_RUN if not ran else Status.PASSED if whole.ratio <= loosen else Status.FAILED
+    return Result(
+        dispatched.impl.impl_id,
+        dispatched.operator.name,
+        name,
+        status,
+        ratio=whole.ratio if ran else None,
+        note=whole.note if ran else "it refuses these arguments",
+        seconds=time.perf_counter() - started,
+        is_case=False,
+    )
+
+
+def _brief(error: BaseException) -> str:
+    lines = [line.strip() for line in describe(error).splitlines() if line.strip()]
+    return " ".join(lines[:3])[:400]
+
+
+def _traced(suite: Suite, cases: tuple[Case, ...], dispatched: Dispatched, device: torch.device) -> Verdict:
+    """Judge one form of an operator in a graph."""
+    torch._dynamo.reset()
+    graphs = 0
+    inner = torch._dynamo.lookup_backend(_BACKEND)
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return inner(graph, inputs)
+
+    function = _caller(_function(dispatched), dispatched, list(cases[0].make()))
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    verdict = RIGHT
+    try:
+        for case in cases:
+            made = case.make()
+            arguments = moved(made, device)
+            for name in suite.row_arguments:
+                if isinstance(arguments.get(name), Tensor):
+                    torch._dynamo.mark_dynamic(arguments[name], 0)
+            with torch.inference_mode():
+                returned = compiled(*arguments.values())
+            returned = _identities(returned, arguments, case)
+            call = Call(arguments, returned, case.results(returned, arguments))
+            verdict += _judged(case, made, call, dispatched)
+            if graphs > 1:
+                return verdict + wrong(
+                    f"traced anew for {case.name}: it chooses by the number of rows, and vLLM would keep the "
+                    "branch that it traced first"
+                )
+    finally:
+        torch._dynamo.reset()
+    return verdict
+
+
+def _judged(case: Case, made: Arguments, call: Call, dispatched: Dispatched) -> Verdict:
+    problem = contract_problem(case, made, call, dispatched.writes)
+    verdict = wrong(problem) if problem else case.expect(made).judge(call.on_cpu())
+    if verdict.is_right:
+        return verdict
+    return replace(verdict, note=f"{case.name}: {verdict.note or f'{verdict.ratio:.2g} tolerances off'}")
+
+
+def _identities(returned: Any, arguments: Arguments, case: Case) -> Any:
+    """Take an argument that a graph returned as a new object of the same memory for itself."""
+    if not case.returns_arguments:
+        return returned
+    parts = returned if isinstance(returned, tuple) else (returned,)
+    found = []
+    for part, name in zip(parts, case.returns_arguments, strict=False):
+        value = arguments[name]
+        same = (
+            isinstance(part, Tensor)
+            and isinstance(value, Tensor)
+            and part.data_ptr() == value.data_ptr()
+            and part.stride() == value.stride()
+        )
+        found.append(value if same else part)
+    return tuple(found) if isinstance(returned, tuple) else found[0]
+
+
+def _function(dispatched: Dispatched) -> Callable[..., Any]:
+    """Return what vLLM's layers call in compiled code."""
+    if dispatched.impl.traceable:
+        return dispatched.resolved.fn
+    resolved = dispatched.resolve(lambda candidate: checked(dispatched.operator, candidate))
+    return opaque(dispatched.operator, resolved)
+
+
+def _caller(function: Callable[..., Any], dispatched: Dispatched, names: list[str]) -> Callable[..., Any]:
+    keyword_only = {
+        p.name for p in dispatched.operator.signature.parameters.values() if p.kind is p.KEYWORD_ONLY
+    }
+    positional = [place for place, name in enumerate(names) if name not in keyword_only]
+    keywords = [(name, place) for place, name in enumerate(names) if name in keyword_only]
+
+    def call(*values: Any) -> Any:
+        return function(*[values[i] for i in positional], **{name: values[i] for name, i in keywords})
+
+    return call
+
+
+def _captured(cases: tuple[Case, ...], dispatched: Dispatched, device: torch.device) -> Verdict:
+    """Judge one form in a graph that was captured with other values."""
+    (case,) = cases
+    made = case.make()
+    arguments = moved(made, device)
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        for _ in range(3):
+            dispatched.call_directly(arguments)
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.inference_mode():
+        # What is captured must not be what is replayed, or a constant would pass.
+        for value in tensors.values():
+            if value.is_floating_point():
+                value.zero_()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            returned = dispatched.call_directly(arguments)
+        for name, value in tensors.items():
+            value.copy_(made[name])
+        graph.replay()
+        torch.cuda.synchronize()
+    return _judged(case, made, Call(arguments, returned, case.results(returned, arguments)), dispatched)

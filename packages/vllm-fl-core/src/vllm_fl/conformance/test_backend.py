@@ -1,0 +1,63 @@
+"""The conformance of a backend as pytest: ``pytest --pyargs vllm_fl.conformance --vllm-fl-backend NAME``.
+
+A test for every case and every check. What an implementation refuses, and what is
+larger than ``--vllm-fl-max-elements``, is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_fl.conformance import run
+from vllm_fl.conformance.case import Tier
+from vllm_fl.conformance.result import Status
+from vllm_fl.dispatch import DispatchError
+
+_PLAN = pytest.StashKey[run.Plan]()
+
+
+def _plan(config: pytest.Config) -> run.Plan:
+    """Return the one plan of this run.
+
+    Raises:
+        UsageError: an option is missing or names what is not there.
+    """
+    if _PLAN not in config.stash:
+        backend = config.getoption("--vllm-fl-backend")
+        if not backend:
+            raise pytest.UsageError("say which backend: --vllm-fl-backend NAME")
+        options = run.Options(
+            config.getoption("--vllm-fl-op"),
+            Tier[config.getoption("--vllm-fl-tier").upper()],
+            config.getoption("--vllm-fl-device"),
+            config.getoption("--vllm-fl-max-elements"),
+            config.getoption("--vllm-fl-exceptions"),
+        )
+        try:
+            config.stash[_PLAN] = run.plan(backend, options)
+        except (DispatchError, LookupError, ValueError) as error:
+            raise pytest.UsageError(str(error)) from None
+    return config.stash[_PLAN]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of every step."""
+    if "step" in metafunc.fixturenames:
+        steps = _plan(metafunc.config).steps
+        metafunc.parametrize("step", steps, ids=[f"{step.op}: {step.name}" for step in steps])
+
+
+def test_conformance(step: run.Step) -> None:
+    """One case, or one check of the whole."""
+    result = step.run()
+    if result.status is Status.FAILED:
+        pytest.fail(result.note, pytrace=False)
+    if result.status is not Status.PASSED:
+        pytest.skip(f"{result.status}: {result.exception or result.note}")
+
+
+def test_every_exception_is_needed(pytestconfig: pytest.Config) -> None:
+    """Of the exceptions files; it runs last."""
+    unused = [result.note for result in _plan(pytestconfig).unused()]
+    if unused:
+        pytest.fail("\n".join(unused), pytrace=False)

@@ -1,0 +1,114 @@
+"""The exceptions file: what it may say, and that nothing in it is idle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_fl.conformance import exceptions
+from vllm_fl.conformance import run
+from vllm_fl.conformance.case import Tier
+from vllm_fl.conformance.result import Status
+from vllm_fl.dispatch import BackendImplKind
+from vllm_fl.dispatch import OpImpl
+from vllm_fl.dispatch import get_default_manager
+
+pytestmark = pytest.mark.usefixtures("no_plugins")
+
+
+def write(path, text):
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[exception", "exceptions.toml: "),
+        ("[exemption]", "unknown key 'exemption'"),
+        ("[[exception]]\nop = 'a'\ncas = 'b'", "number 1: unknown key 'cas'. Did you mean 'case'?"),
+        ("[[exception]]\nop = 'a'\ncase = 'b'\nskip = true", "reason is missing"),
+        ("[[exception]]\nop = 'a'\ncase = 'b'\nreason = 'c'", "either skip = true or loosen"),
+        (
+            "[[exception]]\nop='a'\ncase='b'\nreason='c'\nskip=true\nloosen=2.0",
+            "either skip = true or loosen",
+        ),
+        ("[[exception]]\nop='a'\ncase='b'\nreason='c'\nloosen=0.5", "loosen must be more than 1"),
+        ("[[exception]]\nop='a'\ncase='b'\nreason='c'\nloosen=true", "loosen must be a float or int"),
+        ("[[exception]]\nop='a'\ncase='b'\nreason='c'\nskip='yes'", "skip must be a bool"),
+    ],
+)
+def test_a_wrong_file_is_refused(tmp_path, text, message):
+    with pytest.raises(exceptions.ExceptionsError) as caught:
+        exceptions.read(write(tmp_path / "exceptions.toml", text))
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(exceptions.ExceptionsError, match="No such file"):
+        exceptions.read(tmp_path / "none.toml")
+
+
+def sum_of(inp, out):
+    """Right but for an error of one thousandth."""
+    return out.copy_(inp.float().sum(1) * 1.001)
+
+
+def conform(path, text, *, function=sum_of, tier=Tier.SMOKE):
+    function._is_available = lambda: True
+    get_default_manager().registry.register_impl(
+        OpImpl("moe_sum", "vendor.acme", BackendImplKind.VENDOR, function, vendor="acme", writes=("out",))
+    )
+    file = write(path / "exceptions.toml", text)
+    options = run.Options(tier=tier, device="cpu", exceptions=file)
+    return list(run.plan("acme", options).run())
+
+
+ENTRY = "[[exception]]\nop = 'moe_sum'\nreason = 'it is so'\n"
+
+
+def test_loosened_and_skipped_cases_pass_with_the_reason(tmp_path):
+    text = f"{ENTRY}case = 'float32*'\nloosen = 1000.0\n{ENTRY}case = 'float16*'\nskip = true\n"
+    results = [r for r in conform(tmp_path, text) if r.is_case]
+    statuses = {r.dtype: {x.status for x in results if x.dtype == r.dtype} for r in results}
+    assert statuses["float32"] == {Status.PASSED}
+    assert statuses["float16"] == {Status.SKIPPED}
+    assert statuses["bfloat16"] == {Status.PASSED}
+    assert all("it is so" in r.exception for r in results if r.dtype == "float16")
+    loosened = [r for r in results if r.dtype == "float32" and r.exception]
+    assert loosened
+    assert all(r.exception == "tolerances times 1000: it is so" and r.ratio > 1 for r in loosened)
+
+
+def test_an_exception_that_nothing_needs_is_a_failure(tmp_path):
+    text = f"{ENTRY}case = 'bfloat16*'\nloosen = 3.0\n{ENTRY}case = 'float*'\nloosen = 1000.0\n"
+    (failed,) = [r for r in conform(tmp_path, text, tier=Tier.FULL) if r.is_failure]
+    assert (failed.op, failed.name) == ("moe_sum", "bfloat16*")
+    assert "passes without it" in failed.note
+
+
+def test_an_exception_that_a_larger_tier_may_need_is_left_alone(tmp_path):
+    text = f"{ENTRY}case = 'bfloat16*'\nloosen = 3.0\n{ENTRY}case = 'float*'\nloosen = 1000.0\n"
+    assert not [r for r in conform(tmp_path, text) if r.is_failure]
+
+
+def test_an_exception_for_another_device_is_left_alone(tmp_path):
+    text = (
+        f"{ENTRY}case = 'bfloat16*'\nloosen = 3.0\ndevice = 'cuda'\n{ENTRY}case = 'float*'\nloosen = 1000.0\n"
+    )
+    assert not [r for r in conform(tmp_path, text) if r.is_failure]
+
+
+def test_an_exception_for_no_case_is_refused(tmp_path):
+    with pytest.raises(exceptions.ExceptionsError, match="there is no such case"):
+        conform(tmp_path, f"{ENTRY}case = 'float33*'\nskip = true\n")
+
+
+def test_what_is_wrong_beyond_any_tolerance_cannot_be_loosened(tmp_path):
+    def not_written(inp, out):
+        return inp.float().sum(1)
+
+    results = conform(tmp_path, f"{ENTRY}case = '*'\nloosen = 1e9\n", function=not_written)
+    failed = [r for r in results if r.is_failure and r.is_case]
+    assert failed
+    assert torch.isinf(torch.tensor(max(r.ratio for r in failed)))

@@ -1,0 +1,69 @@
+"""The kit itself: it accepts what is right, and catches every planted fault."""
+
+from __future__ import annotations
+
+import pytest
+import right
+import torch
+from faults import FAULTS
+
+from vllm_fl.conformance import compiled
+from vllm_fl.conformance.case import Tier
+from vllm_fl.conformance.cases import SUITES
+from vllm_fl.conformance.check import check
+from vllm_fl.conformance.dispatched import Dispatched
+from vllm_fl.conformance.result import Status
+from vllm_fl.conformance.run import accepts_something
+from vllm_fl.dispatch import OPERATORS
+from vllm_fl.dispatch import BackendImplKind
+from vllm_fl.dispatch import OpImpl
+
+CPU = torch.device("cpu")
+#: Larger cases find nothing more here, and take long.
+MOST = 2**15
+
+
+def results(op, function, *, tier=Tier.FULL, **options):
+    impl = OpImpl(op, "vendor.planted", BackendImplKind.VENDOR, function, vendor="planted", **options)
+    dispatched = Dispatched(impl, OPERATORS[op])
+    statuses = []
+    for case in SUITES[op].cases():
+        if case.tier <= tier and case.elements <= MOST:
+            result = check(case, dispatched, CPU)
+            statuses.append(result.status)
+            yield result
+    yield accepts_something(dispatched, statuses)
+    yield compiled.trace(SUITES[op], dispatched, CPU)
+
+
+@pytest.mark.parametrize("op", right.FUNCTIONS)
+def test_what_is_right_passes(op):
+    options = {"writes": right.WRITES.get(op, ()), "traceable": op in right.TRACEABLE}
+    found = list(results(op, right.FUNCTIONS[op], tier=Tier.SMOKE, **options))
+    assert [r for r in found if r.status is not Status.PASSED] == []
+    assert all(r.is_deterministic for r in found if r.is_case)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.op}: {fault.name}")
+def test_every_planted_fault_is_caught(fault):
+    caught = next((r for r in results(fault.op, fault.function, **fault.options) if r.is_failure), None)
+    assert caught is not None, f"nothing found that {fault.op} {fault.name}"
+    # The kit's own fault, or one of this table, would catch everything.
+    assert "a fault of this case" not in caught.note
+    assert "TypeError" not in caught.note
+    print(f"{fault.op}: {fault.name}: {caught.name}: {caught.note}")
+
+
+def test_there_are_enough_of_them():
+    assert len(FAULTS) >= 30
+    assert {fault.op for fault in FAULTS} == set(right.FUNCTIONS)
+
+
+def test_every_operator_of_the_core_has_cases():
+    assert set(SUITES) == set(OPERATORS) - {"attention_backend"}
+
+
+@pytest.mark.parametrize("op", SUITES)
+def test_names_are_unique(op):
+    names = [case.name for case in SUITES[op].cases()]
+    assert len(names) == len(set(names))
