@@ -151,17 +151,25 @@ def _examined(
     is_deterministic = _agree(first, second)
     if not is_deterministic:
         # Either it differs from run to run, or the dispatch changes what it computes.
-        third = call(case, made, dispatched, device)
-        if _agree(first, third):
-            return _failed("called directly it gives other bytes than through the dispatch, twice")
-        for again in (second, third):
+        # A kernel that adds in any order may give the same bytes a few times in a row.
+        for way in (dispatched, dispatched.call_directly) * _PATIENCE:
+            again = call(case, made, way, device)
             verdict += expected.judge(again.on_cpu())
+            if not _agree(again, first if way is dispatched else second):
+                break
+        else:
+            return _failed("called directly it always gives other bytes than through the dispatch")
+        verdict += expected.judge(second.on_cpu())
     if case.same_bytes:
         dense = call(case, packed(made), dispatched, device)
         if is_deterministic and not _agree(first, dense):
             return _failed("contiguous arguments give other bytes than these, whose last stride is 1 too")
     status = Status.PASSED if verdict.ratio <= loosen else Status.FAILED
     return _Outcome(status, verdict, is_deterministic)
+
+
+#: Calls of each kind before two results that differ are held to differ always.
+_PATIENCE = 8
 
 
 def _agree(one: Call, other: Call) -> bool:

@@ -39,9 +39,10 @@ EXPERTS = {
     torch.float16: (1e-2, 2e-3),
     torch.bfloat16: (6e-2, 1e-2),
 }
+#: FlashAttention 3 on an H200 comes to 5.0e-3 in float16.
 ATTENTION = {
     torch.float32: (1e-4, 1e-5),
-    torch.float16: (5e-3, 1e-3),
+    torch.float16: (8e-3, 1e-3),
     torch.bfloat16: (4e-2, 6e-3),
 }
 

@@ -223,12 +223,15 @@ class _World:
         self.case = case
         self.device = device
         self.scale = case.head**-0.5
-        self.layer = _layer(case, backend, config, self.scale)
+        with device:
+            self.layer = _layer(case, backend, config, self.scale)
         spec = self.layer.get_kv_cache_spec(config)
         builder = backend.get_builder_cls()
         self.builder = builder(spec, [_LAYER], config, device)
         self.updates_itself = getattr(backend, "forward_includes_kv_cache_update", True)
-        blocks = 12 + 4 * (512 // case.block)
+        # A layer with a window may take smaller blocks than the model's.
+        self.block = spec.block_size
+        blocks = 12 + 4 * (512 // self.block)
         self.cache = _cache(backend, spec, blocks, device)
         # Never in order; 0 is vLLM's null block.
         order = 1 + torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(1))
@@ -249,10 +252,10 @@ class _World:
             keys, values = torch.cat([keys, key[new]]), torch.cat([values, value[new]])
             self.history[name] = keys, values
             table = self.tables.setdefault(name, [])
-            while len(table) * case.block < begin + count:
+            while len(table) * self.block < begin + count:
                 table.append(self.free.pop())
             places = range(begin, begin + count)
-            slots += [table[at // case.block] * case.block + at % case.block for at in places]
+            slots += [table[at // self.block] * self.block + at % self.block for at in places]
             lengths.append(begin + count)
             starts.append(starts[-1] + count)
             expected.append(truth.attention(query[new], keys, values, self.scale, case.window))
