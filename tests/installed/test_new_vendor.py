@@ -17,7 +17,7 @@ from bare_environment import build
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 SAMPLE = "vllm-plugin-template"
 

@@ -10,7 +10,7 @@ from vllm_fl.conformance.result import Status
 from vllm_fl.dispatch import OPERATORS
 
 
-@pytest.mark.parametrize("tier", [Tier.SMOKE, pytest.param(Tier.FULL, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("tier", [Tier.SMOKE, pytest.param(Tier.FULL, marks=pytest.mark.long)], ids=str)
 def test_conformance(tier):
     results = list(run.plan("reference", run.Options(tier=tier, device="cpu")).run())
     assert [r for r in results if r.is_failure] == []

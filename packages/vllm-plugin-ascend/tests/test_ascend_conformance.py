@@ -31,7 +31,7 @@ def registered(npu):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("tier", [Tier.SMOKE, Tier.FULL], ids=str)
+@pytest.mark.parametrize("tier", [Tier.SMOKE, pytest.param(Tier.FULL, marks=pytest.mark.long)], ids=str)
 def test_conformance(tier):
     results = list(run.plan("ascend", run.Options(tier=tier, device="cpu")).run())
     assert [r for r in results if r.is_failure] == []

@@ -28,7 +28,7 @@ def registered():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("tier", [Tier.SMOKE, Tier.FULL], ids=str)
+@pytest.mark.parametrize("tier", [Tier.SMOKE, pytest.param(Tier.FULL, marks=pytest.mark.long)], ids=str)
 def test_conformance(tier):
     results = list(run.plan("vendor.cuda", run.Options(tier=tier, device="cpu")).run())
     assert [r for r in results if r.is_failure] == []

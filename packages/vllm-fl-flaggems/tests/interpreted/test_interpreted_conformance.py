@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from vllm_fl.conformance import exceptions
 from vllm_fl.conformance import run
 from vllm_fl.conformance.case import Tier
@@ -12,6 +14,7 @@ from vllm_fl.dispatch import reset_default_manager
 MOST = 2**11
 
 
+@pytest.mark.long
 def test_conformance():
     reset_default_manager()
     options = run.Options(tier=Tier.SMOKE, device="cpu", max_elements=MOST)
