@@ -139,6 +139,8 @@ class Server:
 
     port: int
     model: str
+    #: Of the HTTP server; the engine core and its worker are its children.
+    pid: int = 0
     log: str = ""
     returncode: int | None = None
     seconds_to_ready: float = field(default=0.0)
@@ -194,6 +196,7 @@ def serve(
         command += ["--host", "127.0.0.1", "--port", str(server.port)]
         started = time.monotonic()
         process = _start(command, _environment(work, env or {}, native=native), work)
+        server.pid = process.pid
         try:
             while not server.ready():
                 if process.poll() is not None or time.monotonic() - started > timeout:

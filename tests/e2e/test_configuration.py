@@ -59,7 +59,7 @@ def test_fault_of_ours(qwen3: Checkpoint, evidence: Evidence) -> None:
     setup = """
 from vllm_fl.integration import layers
 
-def broken(layer, binding):
+def broken(*_):
     raise ZeroDivisionError("a fault of ours")
 
 layers._why_native = broken
@@ -114,3 +114,36 @@ def test_lists_of_layers_and_vllms_own_switch(qwen3: Checkpoint, evidence: Evide
         ("RMSNorm", "reference.torch", "guard"): 9,
     }
     assert "RotaryEmbedding stays vLLM's own: VLLM_FL_OOT_WHITELIST does not name it" in result.log
+
+
+# -- nothing is slow in silence -----------------------------------------------------------
+
+
+def test_what_would_be_faster_is_said_once(qwen3: Checkpoint, evidence: Evidence) -> None:
+    """Where torch sees an accelerator: here it sees none, so that its answer is given."""
+    setup = "from vllm_fl.dispatch import _runtime\n_runtime.has_accelerator = lambda: True\n"
+    result = run_vllm(qwen3, env=evidence.env(), setup=setup).checked()
+    assert result.tokens == qwen3.golden
+    (line,) = [line for line in result.log.splitlines() if " WARNING " in line and "vllm-fl: " in line]
+    assert "is served by the reference, in plain PyTorch" in line
+    assert "rms_norm, rotary_embedding, silu_and_mul" in line
+    assert "pip install vllm-plugin-cuda  # NVIDIA GPUs" in line
+    assert {impl_id for _, impl_id in evidence.calls()} == {"reference.torch"}
+
+
+def test_layers_that_vllms_settings_leave_out(qwen3: Checkpoint, evidence: Evidence) -> None:
+    """Our kernel does not run, and neither the log nor the record says that it does."""
+    custom_ops = {"compilation_config": {"custom_ops": ["none"]}}
+    result = run_vllm(qwen3, env=evidence.env("probe_vendor"), engine_args=custom_ops).checked()
+    assert result.tokens == qwen3.golden
+    reason = "vLLM leaves it to its compiler (custom_ops)"
+    for name in ("SiluAndMul", "RMSNorm"):
+        assert f"vllm-fl: {name} stays vLLM's own: {reason}" in result.log
+        assert evidence.processes[0]["native_layers"][name].startswith(reason)
+    assert {(name, impl_id) for name, impl_id, _ in evidence.layers()} == {
+        ("SiluAndMul", "native"),
+        ("RMSNorm", "native"),
+        ("RotaryEmbedding", "native"),
+    }
+    assert {impl_id for _, impl_id in evidence.calls()} == {"native"}
+    assert "is served by the reference" not in result.log

@@ -629,6 +629,42 @@ def test_lists_of_layers(
     assert replaced == (stay if variable == "VLLM_FL_OOT_WHITELIST" else every - stay)
 
 
+@pytest.mark.parametrize(
+    ("accelerator", "policy", "warns"),
+    [
+        (True, {}, True),
+        (True, {"prefer": "vendor"}, True),
+        (True, {"prefer": "reference"}, False),
+        (True, {"per_op_order": {"rms_norm": ["impl:reference.torch", "native"]}}, False),
+        (False, {}, False),
+    ],
+)
+def test_the_reference_is_a_warning_only_where_something_is_faster(
+    served_vllm: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    accelerator: bool,
+    policy: dict[str, Any],
+    warns: bool,
+) -> None:
+    from vllm_fl.dispatch import SelectionPolicy
+    from vllm_fl.dispatch import _runtime
+    from vllm_fl.dispatch import get_default_manager
+    from vllm_fl.dispatch import policy_context
+    from vllm_fl.integration import layers
+
+    monkeypatch.setattr(_runtime, "has_accelerator", lambda: accelerator)
+    monkeypatch.setattr(layers, "_said", set())
+    monkeypatch.setattr(layers.logger, "propagate", True)
+    get_default_manager().ensure_initialized()
+    with policy_context(SelectionPolicy.from_dict(**policy)):
+        for _ in range(2):
+            layers._warn_of_the_reference("RMSNorm", "rms_norm", "reference.torch")
+        layers._warn_of_the_reference("RMSNorm", "rms_norm", "vendor.cuda")
+    found = [record for record in caplog.records if "in plain PyTorch" in record.getMessage()]
+    assert len(found) == warns
+
+
 def test_importing_the_package_imports_nothing_heavy() -> None:
     code = (
         "import sys, vllm_fl.integration; print([n for n in ('torch', 'vllm', 'yaml') if n in sys.modules])"

@@ -7,6 +7,7 @@ variable, or ``file:line``. Nothing is guessed and nothing is ignored.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import Any
 
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._suggest import did_you_mean
+from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.policy import check_order
@@ -60,12 +62,12 @@ def boolean(value: object) -> bool:
     Raises:
         PolicyError: anything else.
     """
-    text = str(value).strip().lower()
+    text = value.strip().lower() if isinstance(value, str) else shown(value).lower()
     if text in _TRUE:
         return True
     if text in _FALSE:
         return False
-    raise PolicyError(f"must be one of 1/0, true/false, yes/no, on/off, not {value!r}.")
+    raise PolicyError(f"must be one of 1/0, true/false, yes/no, on/off, not {shown(value)}.")
 
 
 def boolean_variable(name: str, default: bool) -> bool:
@@ -91,7 +93,7 @@ def seconds_variable(name: str, default: float) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise PolicyError(f"{name}: must be a positive number of seconds, not {text!r}.")
+        raise PolicyError(f"{name}: must be a positive number of seconds, not {shown(text)}.")
     return seconds
 
 
@@ -112,17 +114,17 @@ def _names(values: object) -> list[str]:
     if isinstance(values, str):
         values = values.split(",")
     if not isinstance(values, list):
-        raise PolicyError(f"must be a list of names, not {values!r}.")
+        raise PolicyError(f"must be a list of names, not {shown(values)}.")
     names: list[str] = []
     for value in values:
         if not isinstance(value, str) or not value.strip():
-            raise PolicyError(f"must hold names, not {value!r}.")
+            raise PolicyError(f"must hold names, not {shown(value)}.")
         names.append(value.strip())
     if not names:
         raise PolicyError("names nothing; leave it out to allow everything.")
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, times in Counter(names).items() if times > 1)
     if twice:
-        raise PolicyError(f"names {', '.join(map(repr, twice))} twice.")
+        raise PolicyError(f"names {', '.join(map(shown, twice))} twice.")
     return names
 
 
@@ -138,12 +140,12 @@ def _per_op(text: str) -> dict[str, tuple[str, ...]]:
         op_name, equals, order = part.partition("=")
         op_name = op_name.strip()
         if not equals or not op_name or not order.strip():
-            raise PolicyError(f"{part!r} is not of the form 'op=a|b;op2=x'.")
+            raise PolicyError(f"{shown(part)} is not of the form 'op=a|b;op2=x'.")
         if op_name in orders:
-            raise PolicyError(f"gives {op_name!r} two orders.")
+            raise PolicyError(f"gives {shown(op_name)} two orders.")
         orders[op_name] = _order(op_name, order)
     if not orders:
-        raise PolicyError(f"{text!r} is not of the form 'op=a|b;op2=x'.")
+        raise PolicyError(f"{shown(text)} is not of the form 'op=a|b;op2=x'.")
     return orders
 
 
@@ -211,7 +213,7 @@ def policy_from_values(values: Mapping[str, Any], place: str) -> SelectionPolicy
         PolicyError: it is no mapping, or a value is wrong.
     """
     if not isinstance(values, Mapping):
-        raise PolicyError(f"{place}: must be a mapping of keys to values, not {values!r}.")
+        raise PolicyError(f"{place}: must be a mapping of keys to values, not {shown(values)}.")
     read, sources = {}, {}
     for key, value in values.items():
         with _at(place):
@@ -223,11 +225,11 @@ def policy_from_values(values: Mapping[str, Any], place: str) -> SelectionPolicy
 def _read(key: object, value: object) -> Any:
     if key == "op_backends":
         if not isinstance(value, dict):
-            raise PolicyError(f"op_backends must map operators to orders, not {value!r}.")
+            raise PolicyError(f"op_backends must map operators to orders, not {shown(value)}.")
         return {op_name: _order(op_name, order) for op_name, order in value.items()}
     if not isinstance(key, str) or key not in _READERS:
         known = (*_READERS, "op_backends")
-        raise PolicyError(f"unknown key {key!r}; keys are {', '.join(known)}.{did_you_mean(key, known)}")
+        raise PolicyError(f"unknown key {shown(key)}; keys are {', '.join(known)}.{did_you_mean(key, known)}")
     try:
         return _READERS[key](value)
     except PolicyError as error:
@@ -261,15 +263,15 @@ def policy_from_file(path: str, asked_by: str | None = None) -> SelectionPolicy:
             if key == "op_backends" and isinstance(node, yaml.MappingNode):
                 orders = {}
                 for op_name, order, its_place in _entries(loader, node, path):
+                    tokens = _value(loader, order, path)
                     with _at(its_place):
-                        orders.update(
-                            _read("op_backends", {op_name: loader.construct_object(order, deep=True)})
-                        )
+                        orders.update(_read("op_backends", {op_name: tokens}))
                     sources[f"op_backends.{op_name}"] = its_place
                 values["op_backends"] = orders
             else:
+                value = _value(loader, node, path)
                 with _at(place):
-                    values[key] = _read(key, loader.construct_object(node, deep=True))
+                    values[key] = _read(key, value)
             sources[key] = place
     except PolicyError:
         raise
@@ -281,8 +283,8 @@ def policy_from_file(path: str, asked_by: str | None = None) -> SelectionPolicy:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise PolicyError(f"{path}:{line}: is no YAML: it holds {chr(error.character)!r}.") from None
-    except (yaml.YAMLError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
-        raise PolicyError(f"{path}: is no YAML: {error}") from None
+    except RecursionError:
+        raise PolicyError(f"{path}:{loader.line + 1}: is no YAML: it is nested too deeply.") from None
     return _policy(values, sources, takes_defaults=False)
 
 
@@ -290,17 +292,33 @@ def _entries(loader: Any, node: Any, path: str) -> list[tuple[Any, Any, str]]:
     """Return (key, value node, "file:line") of a mapping; a key may stand once."""
     import yaml
 
-    if not isinstance(node, yaml.MappingNode):
+    # A tag makes something else of it, which nobody would see.
+    if not isinstance(node, yaml.MappingNode) or node.tag != loader.DEFAULT_MAPPING_TAG:
         raise PolicyError(f"{path}:{node.start_mark.line + 1}: must be a mapping of keys to values.")
     found: list[tuple[Any, Any, str]] = []
     seen: dict[Any, str] = {}
     for key_node, value_node in node.value:
         place = f"{path}:{key_node.start_mark.line + 1}"
-        key = loader.construct_object(key_node, deep=True)
+        key = _value(loader, key_node, path)
         if not isinstance(key, str):
-            raise PolicyError(f"{place}: a key must be a name, not {key!r}.")
+            raise PolicyError(f"{place}: a key must be a name, not {shown(key)}.")
         if key in seen:
-            raise PolicyError(f"{place}: {key!r} stands twice, first at {seen[key]}.")
+            raise PolicyError(f"{place}: {shown(key)} stands twice, first at {seen[key]}.")
         seen[key] = place
         found.append((key, value_node, place))
     return found
+
+
+def _value(loader: Any, node: Any, path: str) -> Any:
+    """Return what a node of the YAML file means."""
+    import yaml
+
+    try:
+        return loader.construct_object(node, deep=True)
+    except (yaml.YAMLError, RecursionError):
+        raise
+    except Exception as error:  # noqa: BLE001 - of "!!bool maybe" PyYAML raises what happens to be raised
+        raise PolicyError(
+            f"{path}:{node.start_mark.line + 1}: is no YAML: {shown(getattr(node, 'value', None))} is no "
+            f"{node.tag.rpartition(':')[2]}: {type(error).__name__}: {error}."
+        ) from None

@@ -6,8 +6,10 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.errors import PolicyError
+from vllm_fl.dispatch.types import BackendImplKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -74,6 +76,18 @@ def install_hint(op_name: str) -> str:
     return "\n".join(["Install one of:", *lines])
 
 
+def faster_wheels(op_names: Iterable[str], installed_plugins: Iterable[str] = ()) -> list[Wheel]:
+    """Return the wheels with a chip's own kernels for any of the operators, the installed ones left out."""
+    wanted, installed = set(op_names), set(installed_plugins)
+    return [
+        wheel
+        for wheel in known_wheels()
+        if not wheel.impl_id.startswith(BackendImplKind.REFERENCE.prefix)
+        and wanted.intersection(wheel.operators)
+        and wheel.plugin not in installed
+    ]
+
+
 def check_names(
     policy: SelectionPolicy, snapshot: OpRegistrySnapshot, broken_plugins: Iterable[str] = ()
 ) -> None:
@@ -99,7 +113,7 @@ def check_names(
         # "vendor.acme.fast" may be of a plugin "acme" or of "vllm-plugin-acme".
         owner = name.split(".")[1] if "." in name else name
         if name not in known and not any(owner in plugin for plugin in broken):
-            raise PolicyError(f"{place(key)}: unknown {kind} {name!r}.{suggest(name, known)}")
+            raise PolicyError(f"{place(key)}: unknown {kind} {shown(name)}.{suggest(name, known)}")
 
     for op_name, order in policy.per_op_order:
         key = f"op_backends.{op_name}"

@@ -64,6 +64,12 @@ def is_one_of_several_ranks() -> bool:
     return bool(distributed.get_world_size() > 1)
 
 
+def has_accelerator() -> bool:
+    """Whether torch sees a device that is no CPU."""
+    accelerator = getattr(sys.modules.get("torch"), "accelerator", None)
+    return bool(accelerator is not None and accelerator.is_available())
+
+
 def is_fatal(error: BaseException) -> bool:
     """Whether running another implementation would only hide a failed device."""
     if isinstance(error, MemoryError):

@@ -1,4 +1,4 @@
-"""The nearest right name, for error messages."""
+"""What error messages are made of: the wrong value, and the nearest right name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+_LONGEST = 300
+
+
+def shown(value: object) -> str:
+    """Return ``repr(value)``, shortened where it is long: aliases in YAML make gigabytes of a line."""
+    import reprlib  # only for an error message
+
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = _LONGEST
+    try:
+        text = short.repr(value)
+    except ValueError:  # Python writes no number of thousands of digits
+        return f"a number that is too long to show ({type(value).__name__})"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._suggest import did_you_mean
+from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.types import BackendImplKind
@@ -83,7 +84,7 @@ class SelectionPolicy:
         put(self, "prefer", PREFER_DEFAULT if self.prefer is None else check_prefer(self.prefer))
         put(self, "strict", False if self.strict is None else self.strict)
         if not isinstance(self.strict, bool):
-            raise PolicyError(f"strict must be True or False, not {self.strict!r}.")
+            raise PolicyError(f"strict must be True or False, not {shown(self.strict)}.")
         order = self.per_op_order
         items = order.items() if isinstance(order, dict) else order
         put(self, "per_op_order", tuple(sorted((op, check_order(op, tokens)) for op, tokens in items)))
@@ -182,7 +183,7 @@ def check_prefer(value: object) -> str:
     """
     if value not in KINDS:
         raise PolicyError(
-            f"prefer must be one of {', '.join(KINDS)}, not {value!r}.{did_you_mean(value, KINDS)}"
+            f"prefer must be one of {', '.join(KINDS)}, not {shown(value)}.{did_you_mean(value, KINDS)}"
         )
     return str(value)
 
@@ -194,33 +195,33 @@ def check_order(op_name: object, tokens: object) -> tuple[str, ...]:
         PolicyError: it is empty, or holds something that is no token, or one twice.
     """
     if not isinstance(op_name, str):
-        raise PolicyError(f"an operator's name must be a string, not {op_name!r}.")
+        raise PolicyError(f"an operator's name must be a string, not {shown(op_name)}.")
     if isinstance(tokens, str) or not isinstance(tokens, (list, tuple)):
-        raise PolicyError(f"the order of {op_name!r} must be a list of tokens, not {tokens!r}.")
+        raise PolicyError(f"the order of {shown(op_name)} must be a list of tokens, not {shown(tokens)}.")
     if not tokens:
-        raise PolicyError(f"the order of {op_name!r} is empty.")
+        raise PolicyError(f"the order of {shown(op_name)} is empty.")
     for token in tokens:
         head, colon, rest = token.partition(":") if isinstance(token, str) else ("", "", "")
         if head in ("vendor", "impl") and colon:
             if rest.strip() != rest or not rest:
-                raise PolicyError(f"token {token!r} of {op_name!r} names nothing after the colon.")
+                raise PolicyError(f"token {shown(token)} of {shown(op_name)} names nothing after the colon.")
         elif token not in KINDS:
             known = (*KINDS, "vendor:<name>", "impl:<impl_id>")
             raise PolicyError(
-                f"{token!r} in the order of {op_name!r} is no token; tokens are {', '.join(known)}."
+                f"{shown(token)} in the order of {shown(op_name)} is no token; tokens are {', '.join(known)}."
                 f"{did_you_mean(token, KINDS)}"
             )
     if len(set(tokens)) != len(tokens):
-        raise PolicyError(f"the order of {op_name!r} names a token twice: {'|'.join(tokens)}.")
+        raise PolicyError(f"the order of {shown(op_name)} names a token twice: {'|'.join(tokens)}.")
     return tuple(tokens)
 
 
 def _names(what: str, values: object) -> frozenset[str]:
     if isinstance(values, str) or not isinstance(values, (set, frozenset, list, tuple)):
-        raise PolicyError(f"{what} must be a list of vendor names, not {values!r}.")
+        raise PolicyError(f"{what} must be a list of vendor names, not {shown(values)}.")
     for value in values:
         if not isinstance(value, str) or not value.strip():
-            raise PolicyError(f"{what} must hold vendor names, not {value!r}.")
+            raise PolicyError(f"{what} must hold vendor names, not {shown(value)}.")
     return frozenset(values)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from vllm_fl.dispatch import _runtime
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._fork import after_fork_in_child
+from vllm_fl.dispatch.errors import PolicyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,7 +167,11 @@ on_traced: Callable[[str, str], None] | None = None
 
 
 def recorder() -> Recorder | None:
-    """Return the recorder of the process, None where VLLM_FL_TRACE_DIR is unset."""
+    """Return the recorder of the process, None where VLLM_FL_TRACE_DIR is unset.
+
+    Raises:
+        PolicyError: the folder that it names cannot be made.
+    """
     global _recorder
     folder = os.environ.get(TRACE_DIR_ENV, "").strip()
     if not folder:
@@ -175,7 +180,10 @@ def recorder() -> Recorder | None:
 
     with _recorder_lock:
         if _recorder is None or _recorder.folder != Path(folder):
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise PolicyError(f"{TRACE_DIR_ENV}: the folder cannot be made: {error}.") from None
             _recorder = Recorder(Path(folder))
         return _recorder
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import discovery
-from vllm_fl.dispatch._known import known_wheels
+from vllm_fl.dispatch._known import faster_wheels
 from vllm_fl.dispatch.variables import PREFIX
 from vllm_fl.dispatch.variables import VARIABLES
 from vllm_fl.dispatch.variables import hint
@@ -260,10 +260,7 @@ def operators(examination: Examination) -> list[Finding]:
         return [Finding(PASS, f"{len(chosen)} operators are served, none by the reference")]
     if not answer.value["accelerator"]:
         return [Finding(PASS, f"the reference serves {', '.join(slow)}; torch sees no accelerator here")]
-    faster = [
-        w for w in known_wheels() if not w.impl_id.startswith("reference") and set(w.operators) & set(slow)
-    ]
-    wheels = [f"pip install {wheel.distribution}  # {wheel.purpose}" for wheel in faster]
+    wheels = [f"pip install {wheel.distribution}  # {wheel.purpose}" for wheel in faster_wheels(slow)]
     return [
         Finding(
             WARN,

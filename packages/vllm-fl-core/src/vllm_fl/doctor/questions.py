@@ -23,6 +23,7 @@ from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
+from vllm_fl.dispatch._runtime import has_accelerator
 from vllm_fl.dispatch.backend import availability
 
 if TYPE_CHECKING:
@@ -102,10 +103,10 @@ def decisions() -> dict[str, Any]:
 
 def _has_accelerator() -> bool:
     try:
-        import torch
+        import torch  # noqa: F401 - asked for below
     except ImportError:
         return False
-    return bool(torch.accelerator.is_available())
+    return has_accelerator()
 
 
 def torch() -> str:

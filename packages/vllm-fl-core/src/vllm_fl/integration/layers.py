@@ -16,14 +16,17 @@ import torch
 
 from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import PolicyError
+from vllm_fl.dispatch import _runtime
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._config import names_variable
+from vllm_fl.dispatch._known import faster_wheels
 from vllm_fl.dispatch._runtime import is_fatal
 from vllm_fl.dispatch._runtime import is_one_of_several_ranks
 from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.types import NATIVE
+from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl.integration import engine
 from vllm_fl.integration import moe
 from vllm_fl.integration import quantization
@@ -201,8 +204,10 @@ def decide(owner: Any, binding: Binding, layer: Any) -> None:
             chosen, form, operator = NATIVE, "plain", None
         if operator is not None:
             _say_once(f"vllm-fl: {name} is served by {chosen} ({binding.op_name}, {form})")
+            _warn_of_the_reference(name, binding.op_name, chosen)
         else:
-            _say_once(f"vllm-fl: {name} stays vLLM's own: {reason or 'the policy chooses it'}")
+            _native[name] = reason or "the policy chooses it"
+            _say_once(f"vllm-fl: {name} stays vLLM's own: {_native[name]}")
     except (PolicyError, NoImplementationError, _ExplicitFailure):
         raise
     except Exception as error:
@@ -221,6 +226,7 @@ def decide(owner: Any, binding: Binding, layer: Any) -> None:
     if record is not None:
         record.layer(name, binding.op_name, chosen, form)
         if operator is None:
+            record.fact("native_layers", dict(_native))
             setattr(owner, binding.attribute, trace.recorded(binding.op_name, NATIVE, own))
 
 
@@ -338,6 +344,32 @@ def _first_calls(layer: Any, binding: Binding, impl_id: str, form: str, function
     return True
 
 
+#: The layers of this process that are vLLM's own, and why.
+_native: dict[str, str] = {}
+
+
+def _warn_of_the_reference(name: str, op_name: str, impl_id: str) -> None:
+    """Say once what would be faster, where there is a device for it and nobody asked for the reference."""
+    manager = get_default_manager()
+    asked = get_policy().order(op_name)[0].removeprefix("impl:")
+    reference = BackendImplKind.REFERENCE.prefix
+    if _REFERENCE_WARNED in _said or not impl_id.startswith(reference) or asked.startswith(reference):
+        return
+    choices = manager.plan.choices if manager.plan else {op_name: impl_id}
+    slow = sorted(op for op, chosen in choices.items() if chosen and chosen.startswith(reference))
+    wheels = faster_wheels(slow, manager.registry.plugins)
+    if wheels and _runtime.has_accelerator():
+        _said.add(_REFERENCE_WARNED)
+        logger.warning(
+            "vllm-fl: %s is served by the reference, in plain PyTorch, and so is every layer of %s. A chip's "
+            "own kernels are faster: install its wheel and restart. %s",
+            name,
+            ", ".join(slow),
+            "; ".join(f"pip install {wheel.distribution}  # {wheel.purpose}" for wheel in wheels),
+        )
+
+
+_REFERENCE_WARNED = "the reference"
 _said: set[str] = set()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from vllm_fl.dispatch import get_discovered_plugins
 from vllm_fl.dispatch import get_policy
+from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._config import boolean_variable
 from vllm_fl.dispatch.variables import known_variables
 from vllm_fl.dispatch.variables import unread_variables
@@ -59,6 +60,7 @@ def install() -> None:
     layers.check_lists()
     ranks.time_limit()
     if enabled and replaces:
+        trace.recorder()
         _wrap_engine_configuration()
         _at_first_layer(_take_over)
     else:

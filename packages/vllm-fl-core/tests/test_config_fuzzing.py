@@ -1,0 +1,414 @@
+"""Whatever a file or a variable holds: a policy that says just that, or an error that names the place."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from typing import Any
+from unittest import mock
+
+import pytest
+import yaml
+from hypothesis import HealthCheck
+from hypothesis import example
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from vllm_fl.dispatch import PolicyError
+from vllm_fl.dispatch import get_policy
+from vllm_fl.dispatch import reset_default_manager
+from vllm_fl.dispatch import reset_global_policy
+from vllm_fl.dispatch import trace
+from vllm_fl.dispatch._config import seconds_variable
+from vllm_fl.dispatch.policy import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from vllm_fl.dispatch import SelectionPolicy
+
+pytestmark = pytest.mark.usefixtures("no_plugins")
+
+# The same examples in every run: a change is judged by its own faults, not by luck.
+fuzzed = settings(
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+# -- what is right, what is nearly right, and what is anything -----------------
+
+OPERATORS = ("rms_norm", "silu_and_mul", "moe_sum")
+VENDORS = ("cuda", "ascend")
+TOKENS = (*KINDS, "vendor:cuda", "impl:reference.torch")
+BOOLEANS = (True, False, 0, 1, "yes", "off")
+
+orders = st.lists(st.sampled_from(TOKENS), min_size=1, max_size=4, unique=True)
+vendors = st.lists(st.sampled_from(VENDORS), min_size=1, max_size=1)
+right = {
+    "prefer": st.sampled_from((*KINDS, "Vendor", " flagos ")),
+    "strict": st.sampled_from(BOOLEANS),
+    "op_backends": st.dictionaries(
+        st.sampled_from(OPERATORS), orders | orders.map("|".join), min_size=1, max_size=3
+    ),
+    "allow_vendors": vendors | vendors.map(",".join),
+    "deny_vendors": vendors,
+}
+documents = st.fixed_dictionaries({}, optional=right)
+
+#: What YAML makes of a text is a wide field: dates, numbers in base 60, tags, anchors.
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=12)
+    | st.binary(max_size=4)
+    | st.dates()
+    | st.datetimes()
+    | st.sampled_from((*TOKENS, *VENDORS, *OPERATORS, *right, "vendr", "rmsnorm", "vendor:", "impl:x", ""))
+)
+names = st.text(max_size=8) | st.sampled_from((*right, "Prefer", "op_backend", "per_op", "<<", "=", "~"))
+anything = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names | scalars, inner, max_size=4),
+    max_leaves=12,
+)
+
+#: Text that has a meaning in YAML somewhere.
+PIECES = (
+    *("prefer: vendor\n", "strict: on\n", "op_backends:\n", "  rms_norm: [vendor, native]\n"),
+    *(
+        "deny_vendors: [cuda]\n",
+        "- ",
+        "  ",
+        "\n",
+        "\t",
+        ": ",
+        "? ",
+        "&a ",
+        "*a ",
+        "<<: *a\n",
+        "---\n",
+        "...\n",
+    ),
+    *(
+        "!!int ",
+        "!!bool ",
+        "!!float ",
+        "!!timestamp ",
+        "!!binary ",
+        "!!set ",
+        "!!omap ",
+        "!!pairs ",
+        "!!str ",
+    ),
+    *(
+        "!!python/name:os.system ",
+        "!x ",
+        "%YAML 1.1\n",
+        "%TAG ! x\n",
+        "[",
+        "]",
+        "{",
+        "}",
+        ",",
+        '"',
+        "'",
+        "|\n",
+    ),
+    *(">\n", "#", "\x00", "\x07", "\ufeff", "\x85", "\u2028", "0x", "1:99", "2026-99-99", ".inf", "~", "\\u"),
+)
+scraps = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=14).map("".join)
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """A process that has read nothing, with these variables and no other of ours."""
+    others = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_FL_")}
+    with mock.patch.dict(os.environ, {**others, **variables}, clear=True):
+        reset_default_manager()
+        reset_global_policy()
+        yield
+
+
+# -- files ----------------------------------------------------------------------
+
+
+def read(file: Path, text: str | bytes) -> SelectionPolicy | None:
+    """Return the policy of a file; None where it is refused, which names a line of the file."""
+    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+    file.write_bytes(data)
+    with environment(VLLM_FL_CONFIG=str(file)):
+        try:
+            return get_policy()
+        except PolicyError as error:
+            message = str(error)
+    assert len(message) < 1500, message
+    if message.startswith(f"VLLM_FL_CONFIG={file}: cannot be read: 'utf-8' codec"):
+        return None
+    place = re.match(rf"{re.escape(str(file))}:(\d+): \S", message)
+    assert place, message
+    lines = len(re.split(r"\r\n|[\n\r\x85\u2028\u2029]", data.decode()))
+    assert 1 <= int(place[1]) <= lines, message
+    return None
+
+
+def same(policy: SelectionPolicy, document: dict[str, Any]) -> None:
+    """Check that a policy says all that a document says, and nothing else."""
+    given_names = {"allow_vendors", "deny_vendors"} & set(document)
+    assert policy.explicit == set(document) <= set(right)
+    assert policy.prefer == str(document.get("prefer", "flagos")).strip().lower()
+    assert policy.strict == (str(document.get("strict", "no")).lower() in ("1", "true", "yes", "on"))
+    wanted = {
+        op_name: [token.strip() for token in order.split("|")] if isinstance(order, str) else order
+        for op_name, order in document.get("op_backends", {}).items()
+    }
+    assert policy.per_op_order_dict == wanted
+    for key in given_names:
+        value = document[key]
+        listed = value.split(",") if isinstance(value, str) else value
+        assert getattr(policy, key) == {name.strip() for name in listed}
+    assert set(policy.sources) >= set(document)
+
+
+@fuzzed
+@given(documents, st.randoms())
+def test_a_right_document_is_taken_whole(tmp_path: Path, document: dict[str, Any], random: Any) -> None:
+    allowed, denied = set(document.get("allow_vendors", ())), set(document.get("deny_vendors", ()))
+    if isinstance(document.get("allow_vendors"), str):
+        allowed = {document["allow_vendors"]}
+    text = yaml.safe_dump(
+        document,
+        sort_keys=random.random() < 0.5,
+        default_flow_style=random.choice((True, False, None)),
+        explicit_start=random.random() < 0.5,
+    )
+    policy = read(tmp_path / "policy.yaml", text)
+    if allowed & denied:
+        assert policy is None
+    else:
+        assert policy is not None
+        same(policy, document)
+
+
+@fuzzed
+@given(documents, st.sampled_from((*right, "other")), names, anything, st.integers(0, 9))
+def test_a_document_with_one_thing_changed(
+    tmp_path: Path, document: dict[str, Any], key: str, name: str, value: Any, place: int
+) -> None:
+    """Another value, another key, or another token in an order."""
+    changed = dict(document)
+    if key == "other":
+        changed[name] = value
+    elif key == "op_backends" and document.get(key) and place > 4:
+        changed[key] = {**document[key], name: value}
+    else:
+        changed[key] = value
+    accepts_only_what_it_says(tmp_path / "policy.yaml", yaml.safe_dump(changed, sort_keys=False))
+
+
+@fuzzed
+@given(documents, st.integers(0, 400), st.integers(0, 5), st.sampled_from(PIECES) | st.text(max_size=2))
+def test_a_document_with_some_text_changed(
+    tmp_path: Path, document: dict[str, Any], start: int, length: int, piece: str
+) -> None:
+    text = yaml.safe_dump(document, default_flow_style=None)
+    start %= len(text) + 1
+    accepts_only_what_it_says(tmp_path / "policy.yaml", text[:start] + piece + text[start + length :])
+
+
+@fuzzed
+@given(anything)
+def test_any_document(tmp_path: Path, document: Any) -> None:
+    accepts_only_what_it_says(tmp_path / "policy.yaml", yaml.safe_dump(document))
+
+
+# What no constructor of PyYAML expects, what is too deep, too long to print, or grows when printed.
+BOMB = "a: &a [x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in ("ab", "bc", "cd", "de")
+)
+
+
+@fuzzed
+@given(scraps | st.text())
+@example("strict: !!bool maybe\n")
+@example("prefer: flagos\nstrict: !!timestamp soon\n")
+@example("strict: !!int ''\n")
+@example("op_backends:\n  rms_norm: !!float x\n")
+@example("? !!int x\n: 1\n")
+@example("strict: 0x" + "f" * 5000 + "\n")
+@example("deny_vendors: [cuda, 0x" + "f" * 5000 + "]\n")
+@example("prefer: " + "[\n" * 3000)
+@example("? " * 2000 + "\n")
+@example("prefer: &a [*a]\n")
+@example("? &a [*a]\n: 1\n")
+@example("!!omap {prefer: vendor}\n")
+@example("x: {<<: 1}\n")
+@example("strict: on\n<<: {prefer: vendor}\n")
+@example("prefer: " + "v" * 100_000)
+@example(BOMB)
+@example("prefer: &a [x]\ndeny_vendors: [*a]\n")
+@example("prefer: !!binary '*'\n")
+@example("\ud800")
+def test_any_text(tmp_path: Path, text: str) -> None:
+    accepts_only_what_it_says(tmp_path / "policy.yaml", text)
+
+
+@fuzzed
+@given(st.binary() | scraps.map(lambda text: text.encode("utf-16", "surrogatepass")))
+def test_any_bytes(tmp_path: Path, data: bytes) -> None:
+    accepts_only_what_it_says(tmp_path / "policy.yaml", data)
+
+
+def accepts_only_what_it_says(file: Path, text: str | bytes) -> None:
+    policy = read(file, text)
+    if policy is not None:
+        # An accepted document is one that everybody reads so.
+        same(policy, yaml.safe_load(file.read_text("utf-8")) or {})
+
+
+@fuzzed
+@given(documents, st.integers(0, 5), st.sampled_from(("prefr", "Strict", "allow", "op_backends ", "zz")))
+def test_the_line_is_that_of_the_fault(tmp_path: Path, document: dict[str, Any], at: int, wrong: str) -> None:
+    blocks = [yaml.safe_dump({key: value}) for key, value in document.items()]
+    blocks.insert(at % (len(blocks) + 1), f"{wrong!r}: 1\n")
+    file = tmp_path / "policy.yaml"
+    file.write_text("".join(blocks))
+    line = "".join(blocks[: blocks.index(f"{wrong!r}: 1\n")]).count("\n") + 1
+    with environment(VLLM_FL_CONFIG=str(file)), pytest.raises(PolicyError) as caught:
+        get_policy()
+    assert str(caught.value).startswith(f"{file}:{line}: unknown key {wrong!r}; keys are ")
+
+
+# -- variables --------------------------------------------------------------------
+
+#: A NUL cannot be in a variable; what is no UTF-8 can, and Python shows it as a surrogate.
+texts = st.text(
+    st.characters(codec="utf-8", exclude_characters="\0")
+    | st.characters(min_codepoint=0xDC80, max_codepoint=0xDCFF)
+)
+bits = (
+    *TOKENS,
+    *VENDORS,
+    *OPERATORS,
+    *",;|=: \n",
+    "true",
+    "0",
+    "on",
+    "vendr",
+    "vllm_fl",
+    ".",
+    "..",
+    "nan",
+    "1e999",
+)
+near = st.lists(st.sampled_from(bits) | texts, max_size=6).map("".join)
+right_texts = (
+    st.dictionaries(st.sampled_from(OPERATORS), orders, min_size=1).map(
+        lambda given: ";".join(f"{op_name} = {'|'.join(order)}" for op_name, order in given.items())
+    )
+    | st.permutations(VENDORS).map(", ".join)
+    | st.sampled_from((*KINDS, "1", "Off", "WARNING"))
+)
+POLICY_VARIABLES = ("PREFER", "STRICT", "PER_OP", "ALLOW_VENDORS", "DENY_VENDORS")
+OTHERS = ("CONFIG", "PREFER_ENABLED", "OOT_ENABLED", "PLUGINS", "PLUGIN_MODULES", "LOG_LEVEL")
+
+
+@pytest.mark.parametrize("name", [*POLICY_VARIABLES, *OTHERS])
+@fuzzed
+@given(value=near | texts | right_texts)
+@example("")
+@example(" \n ")
+@example("x" * 100_000)
+@example("\udcff")
+@example("../x")
+@example("./policy.yaml\n")
+def test_any_value_of_a_variable(name: str, value: str) -> None:
+    name = f"VLLM_FL_{name}"
+    with environment(**{name: value}):
+        try:
+            policy = get_policy()
+        except PolicyError as error:
+            message = str(error)
+        else:
+            message = ""
+    if message:
+        assert re.match(rf"{name}[:=]", message), message
+        assert value.strip()
+        return
+    keys = {"PER_OP": "op_backends"}
+    is_policy = name.removeprefix("VLLM_FL_") in POLICY_VARIABLES and bool(value.strip())
+    short = name.removeprefix("VLLM_FL_")
+    assert policy.explicit == ({keys.get(short, short.lower())} if is_policy else set())
+    # Nothing of the text is dropped: what is left of it, beside the punctuation, are the names.
+    if is_policy and short != "STRICT":
+        said = [policy.prefer] if short == "PREFER" else []
+        said += [*(policy.allow_vendors or ()), *policy.deny_vendors]
+        said += [text for op_name, order in policy.per_op_order for text in (op_name, *order)]
+        words = re.split(r"[,;|=]", value.lower() if short == "PREFER" else value)
+        assert sorted(filter(None, map(str.strip, words))) == sorted(said)
+
+
+@fuzzed
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "PREFER": st.sampled_from((*KINDS, "vendr")),
+            "STRICT": st.sampled_from(("1", "no", "maybe")),
+            "PER_OP": st.sampled_from(
+                ("rms_norm=native", "rms_norm=vendor:cuda|reference;moe_sum=flagos", "rms=x")
+            ),
+            "ALLOW_VENDORS": st.sampled_from(("cuda", "cuda,ascend", "cuda,")),
+            "DENY_VENDORS": st.sampled_from(("ascend", "acsend")),
+        },
+    )
+)
+def test_variables_together(values: dict[str, str]) -> None:
+    wrong = ("vendr", "maybe", "rms=x", "cuda,", "acsend")
+    both = "ascend" in values.get("ALLOW_VENDORS", "") and values.get("DENY_VENDORS") == "ascend"
+    named = {f"VLLM_FL_{name}": value for name, value in values.items()}
+    with environment(**named):
+        try:
+            policy = get_policy()
+        except PolicyError as error:
+            place = str(error).partition(":")[0]
+            assert named[place] in wrong or (both and place == "VLLM_FL_DENY_VENDORS")
+            return
+    assert not both
+    assert not set(wrong) & set(values.values())
+    keys = {name: "op_backends" if name == "PER_OP" else name.lower() for name in values}
+    assert policy.explicit == set(keys.values())
+    assert policy.sources == {**policy.sources, **{key: f"VLLM_FL_{name}" for name, key in keys.items()}}
+
+
+@fuzzed
+@given(texts | st.floats().map(str) | st.sampled_from(("0", "-1", "nan", "inf", "1e999", "1_0", "1e-999")))
+def test_any_time_limit(value: str) -> None:
+    with environment(VLLM_FL_RANKS_TIMEOUT=value):
+        try:
+            seconds = seconds_variable("VLLM_FL_RANKS_TIMEOUT", 120.0)
+        except PolicyError as error:
+            seconds, message = 0.0, str(error)
+        else:
+            message = ""
+    assert (0 < seconds < float("inf")) == (not message)
+    assert value.strip() or seconds == 120
+    assert not message or message.startswith("VLLM_FL_RANKS_TIMEOUT: must be a positive number of seconds")
+
+
+@pytest.mark.parametrize("below", ["file", "file/folder", "x" * 300, "loop"])
+def test_a_folder_for_the_trace_that_cannot_be_made(tmp_path: Path, below: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    with (
+        environment(VLLM_FL_TRACE_DIR=str(tmp_path / below)),
+        pytest.raises(PolicyError, match=r"^VLLM_FL_TRACE_DIR: .*cannot be made: "),
+    ):
+        trace.recorder()
