@@ -34,6 +34,7 @@ _KEYS = {
     "allow_vendors": "the only vendors that may be chosen",
     "deny_vendors": "vendors that are never chosen",
     "op_backends": "operators' own orders; what an order does not list is not tried",
+    "tuned": "a tuned table's file, named from the policy file's folder",
 }
 
 

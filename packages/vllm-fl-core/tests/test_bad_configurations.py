@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 KINDS = "flagos, vendor, reference, native"
 TOKENS = f"{KINDS}, vendor:<name>, impl:<impl_id>"
 BOOLEANS = "1/0, true/false, yes/no, on/off"
-KEYS = "prefer, strict, allow_vendors, deny_vendors, op_backends"
+KEYS = "prefer, strict, allow_vendors, deny_vendors, tuned, op_backends"
 FORM = "is not of the form 'op=a|b;op2=x'."
 
 #: A variable, its value, and the whole message.

@@ -56,6 +56,7 @@ def test_nothing_is_set(capfd: pytest.CaptureFixture[str]) -> None:
         "strict": (False, "default"),
         "allow_vendors": (None, "default"),
         "deny_vendors": ([], "default"),
+        "tuned": ([], "default"),
     }
 
 
@@ -118,6 +119,7 @@ def test_code_contexts_and_packaged_defaults() -> None:
         "strict": "code",
         "allow_vendors": "default",
         "deny_vendors": "default",
+        "tuned": "default",
     }
     with with_preference("native") as inner:
         assert sources(inner)["prefer"] == "a context manager"

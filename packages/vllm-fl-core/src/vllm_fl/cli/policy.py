@@ -112,6 +112,7 @@ def values_of(policy: SelectionPolicy) -> list[dict[str, Any]]:
         "allow_vendors": None if policy.allow_vendors is None else sorted(policy.allow_vendors),
         "deny_vendors": sorted(policy.deny_vendors),
         **{f"op_backends.{op_name}": list(order) for op_name, order in policy.per_op_order},
+        "tuned": [f"{op_name}, {one}: {'|'.join(one.order)}" for op_name, its in policy.tuned for one in its],
     }
     return [{"key": key, "value": value, "source": _source(policy, key)} for key, value in plain.items()]
 

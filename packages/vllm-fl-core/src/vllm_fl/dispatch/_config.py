@@ -20,6 +20,8 @@ from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.policy import check_order
 from vllm_fl.dispatch.policy import check_prefer
+from vllm_fl.dispatch.tuned import check_entry
+from vllm_fl.dispatch.tuned import check_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -158,6 +160,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "strict": boolean,
     "allow_vendors": lambda value: frozenset(_names(value)),
     "deny_vendors": lambda value: frozenset(_names(value)),
+    "tuned": check_table,
 }
 
 
@@ -175,6 +178,7 @@ def _policy(values: dict[str, Any], sources: dict[str, str], *, takes_defaults: 
         per_op_order=tuple(values.get("op_backends", {}).items()),
         deny_vendors=deny,
         allow_vendors=allow,
+        tuned=values.get("tuned", ()),
         explicit=frozenset(values),
         takes_defaults=takes_defaults,
         sources=sources,
@@ -244,23 +248,13 @@ def policy_from_file(path: str, asked_by: str | None = None) -> SelectionPolicy:
         PolicyError: it cannot be read, is no YAML, or a value is wrong; the
             message begins with ``file:line`` where there is a line.
     """
-    import yaml
-
     prefix = f"{asked_by}={path}" if asked_by else path
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeError, ValueError) as error:
-        raise PolicyError(f"{prefix}: cannot be read: {error}") from None
-    try:
-        loader = yaml.SafeLoader(text)
-        root = loader.get_single_node()
-        entries = [] if root is None else _entries(loader, root, path)
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    with _yaml(path, prefix) as (loader, entries):
         # The two levels that are read one by one, so that an error has its line.
-        values: dict[str, Any] = {}
-        sources: dict[str, str] = {}
         for key, node, place in entries:
-            if key == "op_backends" and isinstance(node, yaml.MappingNode):
+            if key == "op_backends" and _is_mapping(node):
                 orders = {}
                 for op_name, order, its_place in _entries(loader, node, path):
                     tokens = _value(loader, order, path)
@@ -270,9 +264,58 @@ def policy_from_file(path: str, asked_by: str | None = None) -> SelectionPolicy:
                 values["op_backends"] = orders
             else:
                 value = _value(loader, node, path)
+                if key == "tuned" and isinstance(value, str):
+                    value = _table(os.path.join(os.path.dirname(path), value), place)
                 with _at(place):
                     values[key] = _read(key, value)
             sources[key] = place
+    return _policy(values, sources, takes_defaults=False)
+
+
+def _table(path: str, asked_by: str) -> Any:
+    """Return the tuned table of a file; an error has the file and the line."""
+    found: dict[str, Any] = {}
+    with _yaml(path, f"{asked_by}: tuned: {path}") as (loader, entries):
+        for op_name, node, place in entries:
+            rows = _rows(loader, node, path, op_name)
+            with _at(place):
+                found.update(check_table({op_name: rows}))
+    return found
+
+
+def _rows(loader: Any, node: Any, path: str, op_name: str) -> Any:
+    import yaml
+
+    if not isinstance(node, yaml.SequenceNode):
+        return _value(loader, node, path)
+    rows = []
+    for row in node.value:
+        values = {key: _value(loader, value, path) for key, value, _ in _entries(loader, row, path)}
+        with _at(f"{path}:{row.start_mark.line + 1}"):
+            rows.append(check_entry(op_name, values))
+    return rows
+
+
+def _is_mapping(node: Any) -> bool:
+    import yaml
+
+    return isinstance(node, yaml.MappingNode)
+
+
+@contextmanager
+def _yaml(path: str, prefix: str) -> Iterator[tuple[Any, list[tuple[Any, Any, str]]]]:
+    """Give the loader and the entries of a YAML file, and every fault of it a place."""
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeError, ValueError) as error:
+        raise PolicyError(f"{prefix}: cannot be read: {error}") from None
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        yield loader, [] if root is None else _entries(loader, root, path)
     except PolicyError:
         raise
     except yaml.MarkedYAMLError as error:
@@ -285,7 +328,6 @@ def policy_from_file(path: str, asked_by: str | None = None) -> SelectionPolicy:
         raise PolicyError(f"{path}:{line}: is no YAML: it holds {chr(error.character)!r}.") from None
     except RecursionError:
         raise PolicyError(f"{path}:{loader.line + 1}: is no YAML: it is nested too deeply.") from None
-    return _policy(values, sources, takes_defaults=False)
 
 
 def _entries(loader: Any, node: Any, path: str) -> list[tuple[Any, Any, str]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.errors import PolicyError
+from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.types import BackendImplKind
 
 if TYPE_CHECKING:
@@ -124,6 +125,10 @@ def check_names(
                 check("vendor", rest, vendors, key)
             elif head == "impl":
                 check("implementation", rest, impl_ids, key)
+    for op_name, entries in policy.tuned:
+        check("operator", op_name, operators, "tuned")
+        for impl_id in {one for entry in entries for one in entry.order} - {NATIVE}:
+            check("implementation", impl_id, impl_ids, "tuned")
     for key, names in (("deny_vendors", policy.deny_vendors), ("allow_vendors", policy.allow_vendors or ())):
         for name in sorted(names):
             check("vendor", name, vendors, key)

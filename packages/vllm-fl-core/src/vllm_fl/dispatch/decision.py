@@ -51,6 +51,7 @@ class Decision:
         source: where the order came from.
         policy: the fingerprint of the policy.
         candidates: every implementation, the usable ones first and in order.
+        tuned: what the policy's tuned table changes, a line for each entry.
     """
 
     op_name: str
@@ -60,6 +61,7 @@ class Decision:
     source: str
     policy: str
     candidates: tuple[CandidateReport, ...]
+    tuned: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as plain values, for JSON."""
@@ -75,6 +77,7 @@ class Decision:
         lines = [
             f"{self.op_name}: {chosen}",
             f"order: {' > '.join(self.order)}   from {self.source}   policy {self.policy}",
+            *(f"tuned: {line}" for line in self.tuned),
         ]
         rows = [("", "implementation", "wheel", "priority", "why")]
         rows += [

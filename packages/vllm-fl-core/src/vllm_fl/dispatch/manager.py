@@ -16,10 +16,13 @@ Which one runs
    ``vendor:<name>``, ``reference``, ``impl:<impl_id>``, and ``native``: inside
    vLLM every replaced layer has vLLM's own path as a candidate, the last one
    unless the policy says otherwise.
-4. The first whose ``supports`` agrees runs.
+4. A tuned table, where the policy names one, reorders step 3 for the shapes that
+   it has measured (:mod:`vllm_fl.dispatch.tuned`).
+5. The first whose ``supports`` agrees runs.
 
 A layer that vLLM leaves to its compiler stays ``native`` unless the policy says
-otherwise in so many words: an explicit ``prefer``, order or context.
+otherwise in so many words (an explicit ``prefer``, order or context) or a tuned
+table names its operator.
 
 When one fails
 ==============
@@ -85,6 +88,8 @@ from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.resolved import build
 from vllm_fl.dispatch.resolved import nothing_runs
 from vllm_fl.dispatch.resolved import warn_of_degradation
+from vllm_fl.dispatch.resolved import with_table
+from vllm_fl.dispatch.tuned import reordered
 from vllm_fl.dispatch.types import NATIVE
 
 if TYPE_CHECKING:
@@ -274,9 +279,15 @@ class OpManager:
             raise NoImplementationError(nothing_runs(decision, self.registry.plugins.values()))
         warn_of_degradation(decision, self._warned)
         strict = selection.effective(policy, snapshot).strict
-        return build(
-            decision, snapshot, self, native, strict=strict, only_traceable=only_traceable, wrap=wrap
-        )
+
+        def made(its: Decision) -> Resolved:
+            return build(its, snapshot, self, native, strict=strict, only_traceable=only_traceable, wrap=wrap)
+
+        resolved, measured = made(decision), policy.measured(op_name)
+        operator = snapshot.operators.get(op_name)
+        if not measured or operator is None or only_traceable:
+            return resolved
+        return with_table(operator, resolved, {entry: made(reordered(decision, entry)) for entry in measured})
 
     def _decide(
         self, op_name: str, policy: SelectionPolicy, snapshot: OpRegistrySnapshot, *, with_native: bool

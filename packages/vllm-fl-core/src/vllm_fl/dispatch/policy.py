@@ -21,6 +21,8 @@ from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._suggest import did_you_mean
 from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
+from vllm_fl.dispatch.tuned import check_table
+from vllm_fl.dispatch.tuned import to_plain
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.types import BackendImplKind
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Iterator
     from collections.abc import Mapping
+
+    from vllm_fl.dispatch.tuned import Measured
 
 PREFER_DEFAULT = BackendImplKind.DEFAULT.value
 PREFER_VENDOR = BackendImplKind.VENDOR.value
@@ -51,6 +55,8 @@ class SelectionPolicy:
             what it does not list is not tried.
         deny_vendors: vendors that are never chosen.
         allow_vendors: the only vendors that may be chosen; None allows all.
+        tuned: what was measured, by operator and shape; see
+            :mod:`vllm_fl.dispatch.tuned`.
         explicit: which of these were set on purpose. Computed where it is None.
         takes_defaults: the only available vendor's packaged defaults fill in what
             is not explicit; true of what environment variables say, and of a
@@ -66,6 +72,7 @@ class SelectionPolicy:
     per_op_order: tuple[tuple[str, tuple[str, ...]], ...] = ()
     deny_vendors: frozenset[str] = frozenset()
     allow_vendors: frozenset[str] | None = None
+    tuned: tuple[tuple[str, tuple[Measured, ...]], ...] = ()
     explicit: frozenset[str] = None  # type: ignore[assignment]
     takes_defaults: bool = False
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -79,6 +86,7 @@ class SelectionPolicy:
                 "op_backends": bool(self.per_op_order),
                 "deny_vendors": bool(self.deny_vendors),
                 "allow_vendors": self.allow_vendors is not None,
+                "tuned": bool(self.tuned),
             }
             put(self, "explicit", frozenset(name for name, is_set in given.items() if is_set))
         put(self, "prefer", PREFER_DEFAULT if self.prefer is None else check_prefer(self.prefer))
@@ -91,6 +99,7 @@ class SelectionPolicy:
         put(self, "deny_vendors", _names("deny_vendors", self.deny_vendors))
         if self.allow_vendors is not None:
             put(self, "allow_vendors", _names("allow_vendors", self.allow_vendors))
+        put(self, "tuned", check_table(self.tuned))
         put(self, "_orders", dict(self.per_op_order))
 
     @classmethod
@@ -101,6 +110,7 @@ class SelectionPolicy:
         per_op_order: Mapping[str, Iterable[str]] | None = None,
         deny_vendors: Iterable[str] | None = None,
         allow_vendors: Iterable[str] | None = None,
+        tuned: Mapping[str, Iterable[Mapping[str, Any]]] | None = None,
     ) -> SelectionPolicy:
         """Make a policy from plain containers; see the class for the values."""
         return cls(
@@ -109,6 +119,7 @@ class SelectionPolicy:
             per_op_order=tuple((op, order) for op, order in (per_op_order or {}).items()),  # type: ignore[misc]
             deny_vendors=deny_vendors or frozenset(),  # type: ignore[arg-type]
             allow_vendors=allow_vendors or None,  # type: ignore[arg-type]
+            tuned=tuned or (),  # type: ignore[arg-type]
         )
 
     @property
@@ -131,7 +142,12 @@ class SelectionPolicy:
 
     def is_explicit_for(self, op_name: str) -> bool:
         """Whether the user asked in so many words how this operator is chosen."""
-        return "prefer" in self.explicit or op_name in self._orders  # type: ignore[attr-defined]
+        is_ordered = op_name in self._orders  # type: ignore[attr-defined]
+        return "prefer" in self.explicit or is_ordered or bool(self.measured(op_name))
+
+    def measured(self, op_name: str) -> tuple[Measured, ...]:
+        """Return the tuned table's entries of an operator, by shape and rows."""
+        return next((entries for name, entries in self.tuned if name == op_name), ())
 
     def is_vendor_allowed(self, vendor: str) -> bool:
         """Whether the policy lets a vendor be chosen; a denied one never is."""
@@ -141,6 +157,7 @@ class SelectionPolicy:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as plain values; :meth:`from_plain` takes them back."""
+        table = {"tuned": to_plain(self.tuned)} if self.tuned else {}
         return {
             "prefer": self.prefer,
             "strict": self.strict,
@@ -149,6 +166,7 @@ class SelectionPolicy:
             "allow_vendors": None if self.allow_vendors is None else sorted(self.allow_vendors),
             "explicit": sorted(self.explicit),
             "takes_defaults": self.takes_defaults,
+            **table,
         }
 
     @classmethod
@@ -161,6 +179,7 @@ class SelectionPolicy:
             per_op_order=tuple((op, tuple(order)) for op, order in values["op_backends"].items()),
             deny_vendors=frozenset(values["deny_vendors"]),
             allow_vendors=None if allow is None else frozenset(allow),
+            tuned=values.get("tuned", ()),
             explicit=frozenset(values["explicit"]),
             takes_defaults=values["takes_defaults"],
             sources=dict.fromkeys(values["explicit"], source),

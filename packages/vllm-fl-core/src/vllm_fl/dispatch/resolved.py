@@ -12,15 +12,19 @@ from vllm_fl.dispatch import decision as status
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._known import install_hint
 from vllm_fl.dispatch._log import get_logger
+from vllm_fl.dispatch.tuned import by_shape
 from vllm_fl.dispatch.types import NATIVE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Iterable
+    from collections.abc import Mapping
 
     from vllm_fl.dispatch.decision import Decision
+    from vllm_fl.dispatch.declaration import Operator
     from vllm_fl.dispatch.registry import OpRegistrySnapshot
     from vllm_fl.dispatch.registry import PluginRecord
+    from vllm_fl.dispatch.tuned import Measured
 
 logger = get_logger(__name__)
 
@@ -84,6 +88,14 @@ def build(
     fn = _guard.build(op_name, operator, candidates, failures, strict=strict)
     form = _guard.form(candidates, strict=strict)
     return Resolved(fn, replace(decision, form=form), tuple(candidates))
+
+
+def with_table(operator: Operator, default: Resolved, by_entry: Mapping[Measured, Resolved]) -> Resolved:
+    """Return what chooses by shape between what was resolved for the entries of a tuned table."""
+    functions = {entry: resolved.fn for entry, resolved in by_entry.items()}
+    lines = [f"{entry}: {resolved.decision.impl_id}" for entry, resolved in by_entry.items()]
+    decision = replace(default.decision, form="guard", tuned=tuple(lines))
+    return replace(default, fn=by_shape(operator, default.fn, functions), decision=decision)
 
 
 def nothing_runs(decision: Decision, plugins: Iterable[PluginRecord]) -> str:

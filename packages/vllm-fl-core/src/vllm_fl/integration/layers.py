@@ -261,14 +261,16 @@ def _operator(
     """Return the implementation's id, its form and what the layer calls; None for native."""
     manager = get_default_manager()
     native = binding.native(own)
+    is_tuned = bool(get_policy().measured(binding.op_name))
     while True:
         is_traced = compiled and binding.is_traced
         resolved = manager.resolve_with_native(binding.op_name, native, only_traceable=is_traced)
         impl_id = resolved.candidates[0].impl_id
-        if impl_id == NATIVE:
+        if impl_id == NATIVE and (compiled or not is_tuned):
             return NATIVE, "plain", None
         form, function = resolved.decision.form, resolved.fn
-        if compiled and not (is_traced and resolved.candidates[0].traceable):
+        # Traced code looks at no rows, and a tuned table is one of them.
+        if compiled and (is_tuned or not (is_traced and resolved.candidates[0].traceable)):
             form, function = "opaque", _opaque(binding)
         has_native = any(report.impl_id == NATIVE for report in resolved.decision.usable)
         # Inside the function a failure is passed on to vLLM's own path, or left to us.
