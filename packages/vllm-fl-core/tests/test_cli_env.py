@@ -37,7 +37,7 @@ def installed(tmp_path: Path) -> Path:
 
 
 def run(installed: Path, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
     path = os.pathsep.join([str(installed), str(Path(vllm_fl.__file__).parents[1])])
     return subprocess.run(
         [sys.executable, "-c", code],

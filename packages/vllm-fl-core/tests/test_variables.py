@@ -6,16 +6,18 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 import vllm_fl
 from vllm_fl.dispatch import PluginRecord
+from vllm_fl.dispatch import PolicyError
+from vllm_fl.dispatch import trace
 from vllm_fl.dispatch.variables import VARIABLES
 from vllm_fl.dispatch.variables import known_variables
 from vllm_fl.dispatch.variables import unread_variables
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import pytest
 
 #: Attributes of a plugin's module, which are named like variables.
 ATTRIBUTES = {"VLLM_FL_PLUGIN_API", "VLLM_FL_VARIABLES"}
@@ -67,3 +69,19 @@ def test_the_defaults_are_those_that_hold(monkeypatch: pytest.MonkeyPatch) -> No
     assert VARIABLES["VLLM_FL_PREFER"].default == SelectionPolicy().prefer
     assert VARIABLES["VLLM_FL_STRICT"].default == str(int(SelectionPolicy().strict))
     assert float(VARIABLES["VLLM_FL_RANKS_TIMEOUT"].default) == ranks.time_limit()
+
+
+@pytest.mark.parametrize("name", ["file/inside", "a" * 300])
+def test_a_folder_that_cannot_be_made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VLLM_FL_TRACE_DIR", str(tmp_path / name))
+    with pytest.raises(PolicyError, match="^VLLM_FL_TRACE_DIR: the folder cannot be made: "):
+        trace.check_folder()
+
+
+def test_a_folder_is_not_made_before_there_is_something_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_FL_TRACE_DIR", str(tmp_path / "a" / "b"))
+    trace.check_folder()
+    assert list(tmp_path.iterdir()) == []

@@ -166,6 +166,24 @@ _recorder_lock = ForkSafeLock()
 on_traced: Callable[[str, str], None] | None = None
 
 
+def check_folder() -> None:
+    """Check what VLLM_FL_TRACE_DIR names, and make nothing: who serves no layer leaves no folder.
+
+    Raises:
+        PolicyError: the folder cannot be made.
+    """
+    folder = os.environ.get(TRACE_DIR_ENV, "").strip()
+    if not folder:
+        return
+    path = Path(folder).absolute()
+    try:
+        there = next(one for one in (path, *path.parents) if one.exists())
+    except OSError as error:
+        raise PolicyError(f"{TRACE_DIR_ENV}: the folder cannot be made: {error}.") from None
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise PolicyError(f"{TRACE_DIR_ENV}: the folder cannot be made: {there} is no folder to write in.")
+
+
 def recorder() -> Recorder | None:
     """Return the recorder of the process, None where VLLM_FL_TRACE_DIR is unset.
 

@@ -60,7 +60,7 @@ def install() -> None:
     layers.check_lists()
     ranks.time_limit()
     if enabled and replaces:
-        trace.recorder()
+        trace.check_folder()
         _wrap_engine_configuration()
         _at_first_layer(_take_over)
     else:
