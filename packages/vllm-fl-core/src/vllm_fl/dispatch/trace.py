@@ -175,6 +175,8 @@ def check_folder() -> None:
     folder = os.environ.get(TRACE_DIR_ENV, "").strip()
     if not folder:
         return
+    from pathlib import Path
+
     path = Path(folder).absolute()
     try:
         there = next(one for one in (path, *path.parents) if one.exists())
