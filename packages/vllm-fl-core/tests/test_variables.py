@@ -75,7 +75,7 @@ def test_the_defaults_are_those_that_hold(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_folder_that_cannot_be_made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VLLM_FL_TRACE_DIR", str(tmp_path / name))
-    with pytest.raises(PolicyError, match="^VLLM_FL_TRACE_DIR: the folder cannot be made: "):
+    with pytest.raises(PolicyError, match=r"^VLLM_FL_TRACE_DIR: the folder cannot be made: "):
         trace.check_folder()
 
 
