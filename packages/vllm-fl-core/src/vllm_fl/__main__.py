@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_fl.cli import main
+from vllm_fl.cli import run_and_leave
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_and_leave()

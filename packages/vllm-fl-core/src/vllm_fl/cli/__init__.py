@@ -10,7 +10,9 @@ import argparse
 import os
 import sys
 import traceback
+from contextlib import suppress
 from typing import TYPE_CHECKING
+from typing import NoReturn
 
 from vllm_fl.cli import completion
 from vllm_fl.cli import conformance
@@ -92,3 +94,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             return ExitCode.FAULT
         sys.stdout.flush()
         return code
+
+
+def run_and_leave() -> NoReturn:
+    """Run the command as a program, and leave without Python's clean-up.
+
+    A vendor's library whose import failed halfway, such as one without its driver, can
+    crash the interpreter when it ends, after everything has been said.
+    """
+    code = main()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
