@@ -70,6 +70,12 @@ class Result:
         return self
 
 
+def more_engines(model: Path, prompts: Sequence[Sequence[int]]) -> str:
+    """Return setup code with ``ENGINE_ARGS`` and ``PROMPTS``, for engines beside the first, eager too."""
+    arguments = {"model": str(model), "enforce_eager": True, **_ENGINE_ARGS}
+    return f"ENGINE_ARGS = {arguments!r}\nPROMPTS = {[list(prompt) for prompt in prompts]!r}\n"
+
+
 def run_vllm(
     checkpoint: Checkpoint | Path,
     *,

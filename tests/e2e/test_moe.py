@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 import pytest
+from engine import more_engines
 from engine import run_vllm
 
 if TYPE_CHECKING:
@@ -67,17 +68,8 @@ def glm4_moe(checkpoint_root: Path) -> Checkpoint:
 
 
 def _with_wrong_engines(checkpoint: Checkpoint, *op_names: str) -> str:
-    arguments = {
-        "model": str(checkpoint.path),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "max_num_seqs": 4,
-        "seed": 0,
-        "skip_tokenizer_init": True,
-    }
-    prompts = [list(prompt) for prompt in checkpoint.prompts]
-    return f"ENGINE_ARGS = {arguments!r}\nPROMPTS = {prompts!r}\nOP_NAMES = {op_names!r}\n{_WRONG_ENGINES}"
+    given = more_engines(checkpoint.path, checkpoint.prompts)
+    return f"{given}OP_NAMES = {op_names!r}\n{_WRONG_ENGINES}"
 
 
 # -- whole models -----------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 import pytest
+from engine import more_engines
 from engine import run_vllm
 
 if TYPE_CHECKING:
@@ -88,16 +89,7 @@ def int8(qwen3: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _setup(int8: Path, prompts: list[list[int]]) -> str:
-    arguments = {
-        "model": str(int8),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "max_num_seqs": 4,
-        "seed": 0,
-        "skip_tokenizer_init": True,
-    }
-    return f"{_WITHOUT_AMX}ENGINE_ARGS = {arguments!r}\nPROMPTS = {prompts!r}\n{_MORE_ENGINES}"
+    return f"{_WITHOUT_AMX}{more_engines(int8, prompts)}{_MORE_ENGINES}"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from engine import more_engines
 from engine import run_vllm
 
 if TYPE_CHECKING:
@@ -41,16 +42,7 @@ def report(llm):
 
 @pytest.mark.slow
 def test_eager_vendor_then_engines_with_other_policies(qwen3: Checkpoint, evidence: Evidence) -> None:
-    arguments = {
-        "model": str(qwen3.path),
-        "dtype": "float32",
-        "enforce_eager": True,
-        "max_model_len": 128,
-        "max_num_seqs": 4,
-        "seed": 0,
-        "skip_tokenizer_init": True,
-    }
-    setup = f"ENGINE_ARGS = {arguments!r}\nPROMPTS = {[list(p) for p in qwen3.prompts]!r}\n{_MORE_ENGINES}"
+    setup = f"{more_engines(qwen3.path, qwen3.prompts)}{_MORE_ENGINES}"
     env = evidence.env("probe_vendor", "wrong_vendor", VLLM_FL_ALLOW_VENDORS="probe", VLLM_FL_PREFER="vendor")
     result = run_vllm(qwen3, env=env, setup=setup).checked()
     assert result.tokens == qwen3.golden
