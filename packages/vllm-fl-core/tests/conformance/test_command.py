@@ -79,6 +79,36 @@ def test_what_is_wrong_is_exit_code_1_and_in_every_report(plugin, tmp_path, capf
 
 
 @pytest.mark.parametrize(
+    ("ends", "code", "why"),
+    [
+        ("__import__('signal').raise_signal(15)", 130, "interrupted in silu_and_mul: "),
+        ("__import__('signal').raise_signal(2)", 130, "interrupted in silu_and_mul: "),
+        (
+            "exec('raise RuntimeError(\"CUDA error: device-side assert triggered\")')",
+            1,
+            "the device failed: RuntimeError: CUDA error",
+        ),
+    ],
+    ids=["a time limit", "Ctrl-C", "a dead device"],
+)
+def test_a_run_that_ends_early_reports_what_has_run(plugin, tmp_path, capfd, ends, code, why):
+    """Every report is written, and none says that it passed."""
+    plugin(f"(1.0 if x.dtype is torch.float32 else {ends})")
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "junit", "html")}
+    flags = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
+    assert main(["conformance", "--backend", "acme", "--device", "cpu", *flags]) == code
+    assert f"FAILED run: to the end: {why}" in capfd.readouterr().out
+    report = json.loads(files["json"].read_text())
+    assert report["passed"] is False
+    assert "passed" in {r["status"] for r in report["results"] if r["is_case"]}
+    assert report["results"][-1]["note"].startswith(why)
+    assert "steps did not end" in report["results"][-1]["note"]
+    suites = {suite.get("name"): suite for suite in ElementTree.parse(files["junit"]).getroot()}
+    assert suites["run"].get("failures") == "1"
+    assert why in files["html"].read_text()
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--backend", "acne"], "Did you mean 'acme'?"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -10,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl.cli.output import ExitCode
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
+from vllm_fl.dispatch._runtime import is_fatal
+from vllm_fl.dispatch.backend import describe
 
 if TYPE_CHECKING:
     import argparse
@@ -32,7 +37,7 @@ def add_commands(commands: Any) -> None:
         "conformance",
         help="whether a backend's operators are right",
         description="Run every operator that a backend registers through the dispatch and compare it with "
-        "float64. Exit code 1 where anything fails.",
+        "float64. Exit code 1 where anything fails; what has run is reported where it is interrupted.",
         epilog="example: vllm-fl conformance --backend vendor.acme --tier full --html report.html",
     )
     parser.add_argument(
@@ -83,12 +88,25 @@ def _conformance(arguments: argparse.Namespace, output: Output) -> int:
         raise Problem(str(error)) from None
     except (UnknownNameError, exceptions.ExceptionsError, ValueError) as error:
         output.error(str(error))
-        return 2
+        return ExitCode.USAGE
     whole = report.Report.begin(arguments.backend, options, plan)
-    with progress(len(plan.steps), f"conformance of {arguments.backend}") as advance:
-        for result in plan.run():
-            whole.add(result)
-            advance(result.op)
+    was_interrupted = False
+    # What has run is reported, whatever ends the run: hours may have gone into it.
+    try:
+        with (
+            interrupted_by_sigterm(),
+            progress(len(plan.steps), f"conformance of {arguments.backend}") as advance,
+        ):
+            for result in plan.run():
+                whole.add(result)
+                advance(result.op)
+    except KeyboardInterrupt:
+        was_interrupted = True
+        whole.add(plan.unfinished(len(whole.results), "interrupted"))
+    except Exception as error:
+        if not is_fatal(error):
+            raise
+        whole.add(plan.unfinished(len(whole.results), f"the device failed: {describe(error)}"))
     for path, write in (
         (arguments.json_file, report.write_json),
         (arguments.junit_file, report.write_junit),
@@ -98,7 +116,22 @@ def _conformance(arguments: argparse.Namespace, output: Output) -> int:
             write(whole, path)
             output.note(f"wrote {path}")
     report.print_summary(whole, output)
-    return 1 if whole.failures else 0
+    if was_interrupted:
+        return ExitCode.INTERRUPTED
+    return ExitCode.PROBLEM if whole.failures else ExitCode.OK
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Take SIGTERM, which a time limit sends, for Ctrl-C; in the main thread only, as Python allows."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

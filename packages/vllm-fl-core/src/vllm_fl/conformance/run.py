@@ -97,6 +97,20 @@ class Plan:
             yield step.run()
         yield from self.unused()
 
+    def unfinished(self, done: int, why: str) -> Result:
+        """Return the failure of a run that ended early.
+
+        Args:
+            done: how many steps have run.
+            why: what ended it.
+        """
+        if done >= len(self.steps):
+            return Result("run", "run", "to the end", Status.FAILED, note=why, is_case=False)
+        step = self.steps[done]
+        left = f"{len(self.steps) - done} of {len(self.steps)} steps did not end"
+        note = f"{why} in {step.op}: {step.name}; {left}"
+        return Result("run", "run", "to the end", Status.FAILED, note=note, is_case=False)
+
     def _named_by(self, exemption: Exemption) -> int:
         """Count the cases and checks that an exception names, in every tier but the last."""
         suite = SUITES.get(exemption.op)
