@@ -49,8 +49,12 @@ def main() -> None:
     }
     Path(sys.argv[2]).write_text(json.dumps(result))
     if "VLLM_FL_TRACE_DIR" in os.environ:
-        # A worker is killed when this process ends: let it write its record first.
+        # This process and its workers end without a word: let them write their records first.
         time.sleep(1)
+    # Not Python's clean-up, which takes three seconds of a run's thirteen.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from typing import Any
 
-import pytest
 from engine import run_vllm
 from evidence import Evidence
 
@@ -49,7 +48,6 @@ plugin._teach_environment = lambda names: None
 _LOADED = "Directly load AOT compilation"
 
 
-@pytest.mark.slow
 def test_compiled_code_follows_the_choice(qwen3: Checkpoint, tmp_path: Path) -> None:
     cache = {
         "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),

@@ -12,8 +12,6 @@ from importlib import resources
 import jsonschema
 import pytest
 
-pytestmark = pytest.mark.slow
-
 SERVED = {"rms_norm", "rotary_embedding", "silu_and_mul"}
 
 
@@ -37,6 +35,7 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_compiled_tokens_are_those_of_native_vllm() -> None:
     said = demo("--mode", "compile", "--prefer", "reference", "--compare-native", "--json")
     assert said.returncode == 0, said.stderr

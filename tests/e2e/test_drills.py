@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from checkpoints import Checkpoint
     from engine import Server
 
-pytestmark = pytest.mark.slow
-
 
 def _drill(evidence: Evidence, how: str, **more: str) -> Mapping[str, str]:
     order = f"silu_and_mul=impl:vendor.drill.{how}|reference"
@@ -77,7 +75,7 @@ def test_one_that_raises_at_its_hundredth_call(qwen3: Checkpoint, evidence: Evid
     [
         ("raises", {"VLLM_FL_STRICT": "1"}, "RuntimeError: kernel launch failed at call 100"),
         # Another implementation would only hide it: the same as with a kernel of vLLM's own.
-        ("memory", {}, "torch.OutOfMemoryError: out of memory. Tried"),
+        pytest.param("memory", {}, "torch.OutOfMemoryError: out of memory. Tried", marks=pytest.mark.long),
     ],
 )
 def test_one_whose_failure_ends_the_engine(
@@ -109,6 +107,7 @@ def test_one_whose_failure_ends_the_engine(
     assert ("silu_and_mul", "reference.torch") in after.calls()
 
 
+@pytest.mark.long
 def test_one_that_returns_nan(qwen3: Checkpoint, evidence: Evidence) -> None:
     """Nothing looks at the numbers while serving: the record says whose they are."""
     with serve(qwen3, env=_drill(evidence, "nan")) as server:
@@ -129,6 +128,7 @@ def test_one_that_returns_nan(qwen3: Checkpoint, evidence: Evidence) -> None:
     assert operators == {"vendor.drill.nan"}
 
 
+@pytest.mark.long
 def test_one_that_is_uninstalled_between_two_starts(qwen3: Checkpoint, tmp_path: Path) -> None:
     """The plan changes, the next start works, and compiled code with its kernels is not used again."""
     wheel = tmp_path / "site"

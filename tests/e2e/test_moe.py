@@ -75,7 +75,6 @@ def _with_wrong_engines(checkpoint: Checkpoint, *op_names: str) -> str:
 # -- whole models -----------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "router_op"), [("qwen3_moe", "topk_softmax"), ("glm4_moe", "grouped_topk")])
 def test_eager_then_engines_with_a_fault(
     request: pytest.FixtureRequest, evidence: Evidence, name: str, router_op: str
@@ -109,7 +108,6 @@ def test_processes(qwen3_moe: Checkpoint, evidence: Evidence) -> None:
     assert evidence.layers()[EXPERTS, "reference.torch", "plain"] == 1
 
 
-@pytest.mark.slow
 def test_compiled(qwen3_moe: Checkpoint, evidence: Evidence) -> None:
     """The experts are opaque to the compiler, and called at every step; the router is traced."""
     env = evidence.env(VLLM_FL_PREFER="reference")
@@ -125,7 +123,7 @@ def test_compiled(qwen3_moe: Checkpoint, evidence: Evidence) -> None:
     assert evidence.graphs()["topk_softmax", "reference.torch"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_stays_native_unless_asked(qwen3_moe: Checkpoint, evidence: Evidence) -> None:
     """Then vLLM prepares the weights for its own kernel."""
     result = run_vllm(qwen3_moe, mode="compile", env=evidence.env()).checked()
@@ -149,7 +147,6 @@ def test_chosen_apart(qwen3_moe: Checkpoint, evidence: Evidence, op_name: str) -
     assert (op_name, "reference.torch") not in calls
 
 
-@pytest.mark.slow
 def test_experts_that_fail_at_the_start(qwen3_moe: Checkpoint, evidence: Evidence) -> None:
     """The first call comes before the weights are prepared: vLLM's own path can take over there."""
     order = "fused_experts=impl:vendor.faulty.experts|native"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 from engine import run_vllm
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ engine.ship_policy = ship_policy
 """
 
 
-@pytest.mark.slow
 def test_environment_reaches_the_worker(qwen3: Checkpoint, evidence: Evidence) -> None:
     env = evidence.env(VLLM_FL_PREFER="reference")
     result = run_vllm(qwen3, in_process=False, env=env).checked()
@@ -43,7 +41,6 @@ def test_environment_reaches_the_worker(qwen3: Checkpoint, evidence: Evidence) -
     assert all(evidence.calls().values())
 
 
-@pytest.mark.slow
 def test_policy_in_code_reaches_the_worker(qwen3: Checkpoint, evidence: Evidence) -> None:
     env = evidence.env("wrong_vendor")
     result = run_vllm(qwen3, in_process=False, env=env, setup=_POLICY_IN_CODE).checked()
@@ -58,7 +55,6 @@ def test_policy_in_code_reaches_the_worker(qwen3: Checkpoint, evidence: Evidence
     }
 
 
-@pytest.mark.slow
 def test_worker_refuses_a_policy_that_is_not_the_front_ends(qwen3: Checkpoint) -> None:
     result = run_vllm(qwen3, in_process=False, setup=_TAMPERED)
     assert result.returncode != 0

@@ -92,7 +92,6 @@ def _setup(int8: Path, prompts: list[list[int]]) -> str:
     return f"{_WITHOUT_AMX}{more_engines(int8, prompts)}{_MORE_ENGINES}"
 
 
-@pytest.mark.slow
 def test_int8_eager(int8: Path, qwen3: Checkpoint, evidence: Evidence) -> None:
     """Native first, then an engine with each of three policies in the same process."""
     prompts = [list(prompt) for prompt in qwen3.prompts]
@@ -111,7 +110,7 @@ def test_int8_eager(int8: Path, qwen3: Checkpoint, evidence: Evidence) -> None:
         assert calls[OP, impl_id] >= 8 * 16, impl_id
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_int8_compiled(int8: Path, qwen3: Checkpoint, evidence: Evidence) -> None:
     prompts = [list(prompt) for prompt in qwen3.prompts]
     native = run_vllm(int8, prompts=prompts, setup=_WITHOUT_AMX, native=True).checked()

@@ -50,7 +50,6 @@ def test_a_wrong_time_limit_stops_the_front_end(qwen3: Checkpoint) -> None:
     assert "PolicyError: VLLM_FL_RANKS_TIMEOUT: must be a positive number of seconds" in result.log
 
 
-@pytest.mark.slow
 def test_two_ranks_agree(qwen3: Checkpoint, evidence: Evidence) -> None:
     env = dict(evidence.env("probe_vendor", VLLM_FL_PREFER="vendor"))
     result = _run(qwen3, env, max_tokens=4).checked()
@@ -62,7 +61,6 @@ def test_two_ranks_agree(qwen3: Checkpoint, evidence: Evidence) -> None:
     assert {impl_id for _, impl_id in evidence.calls()} == {"vendor.probe"}
 
 
-@pytest.mark.slow
 def test_a_rank_that_chooses_otherwise(qwen3: Checkpoint, evidence: Evidence) -> None:
     env = dict(evidence.env("rank_vendor", VLLM_FL_PER_OP="silu_and_mul=impl:vendor.rank.right|reference"))
     log = _stopped(_run(qwen3, env))

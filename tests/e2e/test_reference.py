@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 from engine import run_vllm
 
 if TYPE_CHECKING:
@@ -58,7 +57,6 @@ def test_eager_reference(checkpoint: Checkpoint, evidence: Evidence) -> None:
     assert not any(evidence.graphs().values())
 
 
-@pytest.mark.slow
 def test_compiled_layers_stay_native_unless_asked(qwen3: Checkpoint, evidence: Evidence) -> None:
     result = run_vllm(qwen3, mode="compile", env=evidence.env()).checked()
     assert result.tokens == qwen3.golden

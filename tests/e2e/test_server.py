@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-import pytest
 from engine import serve
 
 from vllm_fl.dispatch.trace import WRITE_EVERY_SECONDS
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 _UNKNOWN = "Unknown vLLM environment variable detected: VLLM_FL_"
 
 
-@pytest.mark.slow
 def test_server(qwen3: Checkpoint, evidence: Evidence) -> None:
     # With the option an unknown variable stops the server: ours are known to vLLM.
     options = {"fail_on_environ_validation": True}

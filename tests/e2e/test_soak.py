@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-import pytest
 from engine import serve
 from soak import is_leak
 from soak import soak
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from evidence import Evidence
 
 
-@pytest.mark.slow
 def test_three_hundred_requests_at_once(qwen3: Checkpoint, evidence: Evidence) -> None:
     options = {"max_num_seqs": 16}
     with serve(qwen3, env=evidence.env(VLLM_FL_PREFER="reference"), engine_args=options) as server:

@@ -22,7 +22,7 @@ silu_and_mul:
 """
 
 
-@pytest.mark.parametrize("mode", ["eager", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["eager", "compile"])
 def test_rows_choose(qwen3: Checkpoint, evidence: Evidence, tmp_path: Path, mode: Mode) -> None:
     (tmp_path / "table.yaml").write_text(TABLE)
     policy = tmp_path / "policy.yaml"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
 from engine import more_engines
 from engine import run_vllm
 
@@ -40,7 +39,6 @@ def report(llm):
 """
 
 
-@pytest.mark.slow
 def test_eager_vendor_then_engines_with_other_policies(qwen3: Checkpoint, evidence: Evidence) -> None:
     setup = f"{more_engines(qwen3.path, qwen3.prompts)}{_MORE_ENGINES}"
     env = evidence.env("probe_vendor", "wrong_vendor", VLLM_FL_ALLOW_VENDORS="probe", VLLM_FL_PREFER="vendor")
@@ -67,7 +65,6 @@ def test_eager_vendor_then_engines_with_other_policies(qwen3: Checkpoint, eviden
     assert result.report["reference"] == golden
 
 
-@pytest.mark.slow
 def test_opaque_vendor(qwen3: Checkpoint, evidence: Evidence) -> None:
     result = run_vllm(
         qwen3, mode="compile", env=evidence.env("probe_vendor", VLLM_FL_PREFER="vendor")
@@ -86,7 +83,6 @@ def test_opaque_vendor(qwen3: Checkpoint, evidence: Evidence) -> None:
     assert not any(evidence.graphs().values())
 
 
-@pytest.mark.slow
 def test_opaque_vendor_that_fails(qwen3: Checkpoint, evidence: Evidence) -> None:
     per_op = "silu_and_mul=impl:vendor.faulty.dies|reference;rms_norm=impl:vendor.faulty.alias|reference"
     env = evidence.env("faulty_vendor", VLLM_FL_PER_OP=per_op, VLLM_FL_PREFER="reference")

@@ -15,8 +15,6 @@ from bare_environment import build
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.slow
-
 CALL = """
 import torch
 from vllm_fl.dispatch import call_op

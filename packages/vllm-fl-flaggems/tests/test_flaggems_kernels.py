@@ -15,7 +15,6 @@ _FOLDER = Path(__file__).with_name("interpreted")
 _EMULATION = Path(__file__).parents[3] / "tests" / "emulation" / "gems"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(find_spec("flag_gems") is None, reason="needs flag-gems")
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.skipif(not _EMULATION.is_dir(), reason="needs the repository's tests/emulation")

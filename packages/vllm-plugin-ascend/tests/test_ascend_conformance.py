@@ -29,7 +29,6 @@ def registered(npu):
     reset_default_manager()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("tier", [Tier.SMOKE, pytest.param(Tier.FULL, marks=pytest.mark.long)], ids=str)
 def test_conformance(tier):

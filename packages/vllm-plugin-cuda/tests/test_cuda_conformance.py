@@ -26,7 +26,6 @@ def registered():
     reset_default_manager()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("tier", [Tier.SMOKE, pytest.param(Tier.FULL, marks=pytest.mark.long)], ids=str)
 def test_conformance(tier):

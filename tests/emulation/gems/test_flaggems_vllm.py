@@ -30,10 +30,7 @@ def _is_installed() -> bool:
     return all(find_spec(name) is not None for name in ("flag_gems", "triton", "vllm"))
 
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not _is_installed(), reason="needs vLLM, flag-gems, triton and the wheel"),
-]
+pytestmark = pytest.mark.skipif(not _is_installed(), reason="needs vLLM, flag-gems, triton and the wheel")
 
 
 @pytest.fixture(scope="module")

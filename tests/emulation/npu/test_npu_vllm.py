@@ -120,7 +120,6 @@ def test_processes(
     assert ("Attention", "vendor.ascend", "plain") in evidence.layers()
 
 
-@pytest.mark.slow
 def test_compile(
     make_checkpoint: Callable[[str], Checkpoint], card: Mapping[str, str], evidence: Evidence
 ) -> None:
