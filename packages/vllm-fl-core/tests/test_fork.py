@@ -38,7 +38,6 @@ from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch import resolve_op
 from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch import types as types_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,7 +154,6 @@ LOCKS: dict[str, Callable[[OpManager], Any]] = {
     "manager": lambda manager: manager._lock,
     "policy": lambda manager: policy_module._global.lock,
     "availability": lambda manager: backend_module._availability._lock,
-    "load": lambda manager: types_module._load_lock,
     "default manager": lambda manager: manager_module._default_lock,
     "recorder": lambda manager: trace.recorder()._lock,  # type: ignore[union-attr]
     "making the recorder": lambda manager: trace._recorder_lock,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import textwrap
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -541,3 +543,34 @@ def test_a_reference_is_loaded_once(
         assert builtins.loads_of_slow_kernels == 1  # type: ignore[attr-defined]
     finally:
         sys.modules.pop("slow_kernels", None)
+
+
+def test_a_module_may_resolve_while_another_thread_loads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever holds Python's lock of a module waits for nobody who waits for that lock."""
+    (tmp_path / "kernels_of_two_threads.py").write_text(
+        textwrap.dedent("""
+        import threading, sys
+        is_begun, may_go_on = sys.modules["conductor"].is_begun, sys.modules["conductor"].may_go_on
+        is_begun.set()
+        assert may_go_on.wait(10)
+        from vllm_fl.dispatch import BackendImplKind, OpImpl
+        OpImpl("dumps", "vendor.b", BackendImplKind.VENDOR, "json:dumps", "b").load()
+        def kernel(x):
+            return x
+        """)
+    )
+    conductor = types.ModuleType("conductor")
+    conductor.is_begun, conductor.may_go_on = threading.Event(), threading.Event()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "conductor", conductor)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    lazy = OpImpl(OP, "vendor.a", BackendImplKind.VENDOR, "kernels_of_two_threads:kernel", "a")
+    with ThreadPoolExecutor(2) as pool:
+        by_import = pool.submit(importlib.import_module, "kernels_of_two_threads")
+        assert conductor.is_begun.wait(10)  # type: ignore[attr-defined]
+        by_load = pool.submit(lazy.load)
+        time.sleep(0.1)  # it waits for the module now
+        conductor.may_go_on.set()  # type: ignore[attr-defined]
+        assert by_load.result(SECONDS) is by_import.result(SECONDS).kernel
+    assert lazy.load() is lazy.load()

@@ -10,7 +10,6 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch.errors import RegistrationError
 
 if TYPE_CHECKING:
@@ -146,16 +145,16 @@ class OpImpl:
         """
         if not isinstance(self.fn, str):
             return self.fn
-        with _load_lock:
-            loaded = _loaded.get(self.fn)
-            if loaded is None:
-                module, _, attribute = self.fn.partition(":")
-                found: Any = importlib.import_module(module)
-                for name in attribute.split("."):
-                    found = getattr(found, name)
-                if not callable(found):
-                    raise TypeError(f"{self.fn} is {found!r}, not a function")
-                loaded = _loaded[self.fn] = found
+        loaded = _loaded.get(self.fn)
+        if loaded is None:
+            # No lock of ours: an import has its own, and whoever waits for both may wait for ever.
+            module, _, attribute = self.fn.partition(":")
+            found: Any = importlib.import_module(module)
+            for name in attribute.split("."):
+                found = getattr(found, name)
+            if not callable(found):
+                raise TypeError(f"{self.fn} is {found!r}, not a function")
+            loaded = _loaded.setdefault(self.fn, found)
         return loaded
 
     def unavailable_reason(self) -> str | None:
@@ -176,7 +175,7 @@ class OpImpl:
         return self.unavailable_reason() is None
 
 
-_load_lock = ForkSafeLock()
+# What ``load`` has found; who comes first decides for all.
 _loaded: dict[str, Callable[..., Any]] = {}
 
 
