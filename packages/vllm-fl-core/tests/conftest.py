@@ -23,13 +23,24 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dispatch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_dispatch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith("VLLM_FL_"):
             monkeypatch.delenv(name)
     _forget()
     yield
     _forget()
+    _unload(tmp_path_factory.getbasetemp())
+
+
+def _unload(folder: Path) -> None:
+    """Forget the modules that a test wrote; another test's may have the same name."""
+    inside = f"{folder}{os.sep}"
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(inside):
+            del sys.modules[name]
 
 
 def _forget() -> None:
