@@ -136,6 +136,18 @@ def test_classes_that_are_not(served_vllm: None) -> None:
     assert reasons["FourierRotaryEmbedding"] == "FourierRotaryEmbedding has its own forward_native"
 
 
+def test_classes_of_models(served_vllm: None) -> None:
+    """A model's own kind of a layer that is served stays vLLM's, and that is said."""
+    import vllm.model_executor.models.transformers.moe  # noqa: F401 - as vLLM does for such a model
+
+    from vllm_fl.integration import layers
+
+    (runner,) = [binding for binding in layers.BINDINGS if binding.class_name == "MoERunner"]
+    reasons = {cls.__name__: reason for cls, reason in layers._classes(runner)}
+    assert reasons["MoERunner"] is None
+    assert reasons["TransformersMoERunner"] == "of its kind MoERunner alone is served"
+
+
 # -- each equals what it replaces ------------------------------------------------------
 
 

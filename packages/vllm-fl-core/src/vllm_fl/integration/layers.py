@@ -79,10 +79,13 @@ def _classes(binding: Binding) -> list[tuple[type, str | None]]:
     """Return the binding's classes, each with the reason why it is not served, or None."""
     module = __import__(binding.module, fromlist=[binding.class_name])
     base = getattr(module, binding.class_name)
-    found: list[tuple[type, str | None]] = [(base, None)]
     if binding.with_subclasses:
-        found += [(cls, _own_forward(cls, base)) for cls in _descendants(base)]
-    return found
+        more = [(cls, _own_forward(cls, base)) for cls in _descendants(base)]
+    else:
+        # Those of vLLM's models; a vendor's stands in the place of the class itself.
+        own = [cls for cls in _descendants(base) if cls.__module__.startswith("vllm.")]
+        more = [(cls, f"of its kind {base.__name__} alone is served") for cls in own]
+    return [(base, None), *more]
 
 
 def _descendants(cls: type) -> list[type]:
