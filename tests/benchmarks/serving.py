@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Measure, print a table and return ``{"serving": rows, "missed": [...]}``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=60, help="decode steps of each engine; default 60")
-    parser.add_argument("--mode", choices=("eager", "compile"), help="default: both")
+    parser.add_argument("mode", choices=("eager", "compile"))
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
     prepare()
@@ -168,12 +168,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     model = unpack_demo_model()
     rows: list[dict[str, Any]] = []
-    for mode in [arguments.mode] if arguments.mode else ["eager", "compile"]:
-        others = [name for its_mode, name in BUDGETS if its_mode == mode and name in POLICIES]
-        names = [NATIVE[0], *others, NATIVE[1]]
-        engines = [Engine(model, mode, name) for name in names]
-        for batch in (1, 8):
-            rows += measure(model, mode, batch, engines, arguments.steps)
+    others = [name for mode, name in BUDGETS if mode == arguments.mode and name in POLICIES]
+    engines = [Engine(model, arguments.mode, name) for name in (NATIVE[0], *others, NATIVE[1])]
+    for batch in (1, 8):
+        rows += measure(model, arguments.mode, batch, engines, arguments.steps)
     print(f"{'mode':8} {'batch':>5} {'policy':38} {'native ms':>9} {'ours ms':>8} {'ratio':>6} {'budget':>6}")
     for row in rows:
         budget = "-" if row["budget"] is None else row["budget"]

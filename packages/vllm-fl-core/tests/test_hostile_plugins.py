@@ -233,6 +233,17 @@ def test_a_backend_that_hangs_is_named(
     assert "Slow.is_available() has been running for 0.1 seconds now" in line
 
 
+def test_a_watch_tells_of_every_block_that_is_late_and_of_no_other(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_watch, "SLOW_SECONDS", 0.2)
+    with _watch.Watch() as watch:
+        for name, seconds in (("one", 0.5), ("two", 0.1), ("three", 0.1), ("four", 0.5), ("five", 0.0)):
+            with watch.over(name, "advice"):
+                time.sleep(seconds)
+    assert [line.partition(" ")[0] for line in lines(caplog)] == ["one", "four"]
+
+
 def test_the_watch_leaves_no_thread(site: Site) -> None:
     site.wheel("good")
     before = set(threading.enumerate())

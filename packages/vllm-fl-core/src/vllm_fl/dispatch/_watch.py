@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -22,22 +23,48 @@ logger = get_logger(__name__)
 SLOW_SECONDS = 15.0
 
 
-@contextmanager
-def watched(what: str, advice: str) -> Iterator[None]:
-    """Warn once, with a sentence about ``what``, where the block takes too long."""
+class Watch:
+    """Warns once of each block that takes too long; a thread for as long as it is entered."""
 
-    def warn() -> None:
-        logger.warning("%s for %g seconds now, and this process waits. %s", what, SLOW_SECONDS, advice)
+    def __init__(self) -> None:
+        self._block: tuple[str, str, float] | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="vllm-fl-watch", daemon=True)
+        self._process = os.getpid()
 
-    timer = threading.Timer(SLOW_SECONDS, warn)
-    timer.daemon = True
-    timer.start()
-    process = os.getpid()
-    try:
-        yield
-    finally:
-        # A child that was forked in the block has no timer, and perhaps its lock.
-        if os.getpid() == process:
-            timer.cancel()
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # A child that was forked in a block has no such thread, and perhaps its lock.
+        if os.getpid() == self._process:
+            self._ended.set()
             # A process that forks next must have no thread of ours.
-            timer.join()
+            self._thread.join()
+
+    @contextmanager
+    def over(self, what: str, advice: str) -> Iterator[None]:
+        """Warn with a sentence about ``what`` where the block takes too long."""
+        self._block = (what, advice, time.monotonic())
+        try:
+            yield
+        finally:
+            self._block = None
+
+    def _look(self) -> None:
+        told = None
+        wait = SLOW_SECONDS
+        while not self._ended.wait(wait):
+            # A block that begins while this waits is not late before it looks again.
+            wait = SLOW_SECONDS
+            block = self._block
+            if block is None or block is told:
+                continue
+            what, advice, since = block
+            left = since + SLOW_SECONDS - time.monotonic()
+            if left > 0:
+                wait = left
+                continue
+            told = block
+            logger.warning("%s for %g seconds now, and this process waits. %s", what, SLOW_SECONDS, advice)

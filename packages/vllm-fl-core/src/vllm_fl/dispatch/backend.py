@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._fork import after_fork_in_child
-from vllm_fl.dispatch._watch import watched
+from vllm_fl.dispatch._watch import Watch
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.ops import Operators
 from vllm_fl.dispatch.types import BackendImplKind
@@ -141,7 +141,8 @@ class _Availability:
         with self._lock:
             if key not in self._answers:
                 # The entry keeps `owner` alive, so its id is not used again.
-                with watched(f"{question} has been running", "`vllm-fl doctor` tests it by itself."):
+                late = f"{question} has been running", "`vllm-fl doctor` tests it by itself."
+                with Watch() as watch, watch.over(*late):
                     self._answers[key] = (owner, _answer(question, ask))
             return self._answers[key][1]
 

@@ -32,7 +32,7 @@ from vllm_fl.dispatch._log import root_logger_kept
 from vllm_fl.dispatch._stage import TOO_MANY
 from vllm_fl.dispatch._stage import Stage
 from vllm_fl.dispatch._suggest import did_you_mean
-from vllm_fl.dispatch._watch import watched
+from vllm_fl.dispatch._watch import Watch
 from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.errors import RegistrationError
@@ -100,20 +100,21 @@ def discover_plugins(registry: OpRegistry) -> list[PluginRecord]:
                     f"{PLUGINS_ENV}: no plugin {name!r} is installed; installed are "
                     f"{', '.join(sorted(known)) or 'none'}.{did_you_mean(name, known)}"
                 )
-    for plugin in found:
-        if plugin.name in registry.plugins:
-            _refuse_second(registry, plugin)
-            continue
-        by_module = plugin.origin.distribution == PLUGIN_MODULES_ENV
-        if allowed is not None and plugin.name not in allowed and not by_module:
-            record = plugin.record("not-allowed", f"{PLUGINS_ENV} does not name it")
-        else:
-            record = _watched_load(registry, plugin)
-        registry.plugins[plugin.name] = record
-        if record.state in ("failed", "incompatible", "refused"):
-            logger.error("%s is not used: %s", _title(record), record.reason)
-        elif record.reason and record.success:
-            logger.error("%s: not all is used: %s", _title(record), record.reason)
+    with Watch() as watch:
+        for plugin in found:
+            if plugin.name in registry.plugins:
+                _refuse_second(registry, plugin)
+                continue
+            by_module = plugin.origin.distribution == PLUGIN_MODULES_ENV
+            if allowed is not None and plugin.name not in allowed and not by_module:
+                record = plugin.record("not-allowed", f"{PLUGINS_ENV} does not name it")
+            else:
+                record = _watched_load(registry, plugin, watch)
+            registry.plugins[plugin.name] = record
+            if record.state in ("failed", "incompatible", "refused"):
+                logger.error("%s is not used: %s", _title(record), record.reason)
+            elif record.reason and record.success:
+                logger.error("%s: not all is used: %s", _title(record), record.reason)
     return list(registry.plugins.values())
 
 
@@ -128,7 +129,8 @@ def find_plugins() -> list[_Found]:
 
 def load_alone(registry: OpRegistry, index: int) -> PluginRecord:
     """Load one of :func:`find_plugins` into ``registry``, whatever VLLM_FL_PLUGINS says."""
-    return _watched_load(registry, find_plugins()[index])
+    with Watch() as watch:
+        return _watched_load(registry, find_plugins()[index], watch)
 
 
 def _title(record: PluginRecord) -> str:
@@ -194,11 +196,11 @@ def _refuse_second(registry: OpRegistry, plugin: _Found) -> None:
         logger.error("%s is not used: %s", _title(registry.plugins[key]), reason)
 
 
-def _watched_load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
+def _watched_load(registry: OpRegistry, plugin: _Found, watch: Watch) -> PluginRecord:
     title = _title(plugin.record("loading"))
     others = f"{PLUGINS_ENV} with the names of the others leaves it out"
     with (
-        watched(f"{title} has been loading", f"{others}; `vllm-fl doctor` tests it by itself."),
+        watch.over(f"{title} has been loading", f"{others}; `vllm-fl doctor` tests it by itself."),
         root_logger_kept() as changed,
     ):
         record = _load(registry, plugin)
