@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 ROOT = PACKAGES.parent
-_BLOCK = re.compile(r"^```(\w+)(?: title=\"(.+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"\n]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^##+ (.+)$", re.MULTILINE)
 
 
