@@ -30,5 +30,5 @@ def test_the_kernels_in_triton_s_interpreter(which):
     )
     print(done.stdout[-20000:])
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-2000:]
-    assert re.search(r"\d+ passed", done.stdout)
+    assert re.search(r"\b1 passed" if which == "long" else r"\d{2,} passed", done.stdout)
     assert "skipped" not in done.stdout

@@ -104,11 +104,10 @@ class Plan:
             done: how many steps have run.
             why: what ended it.
         """
-        if done >= len(self.steps):
-            return Result("run", "run", "to the end", Status.FAILED, note=why, is_case=False)
-        step = self.steps[done]
-        left = f"{len(self.steps) - done} of {len(self.steps)} steps did not end"
-        note = f"{why} in {step.op}: {step.name}; {left}"
+        note = why
+        if done < len(self.steps):
+            step, left = self.steps[done], len(self.steps) - done
+            note = f"{why} in {step.op}: {step.name}; {left} of {len(self.steps)} steps did not end"
         return Result("run", "run", "to the end", Status.FAILED, note=note, is_case=False)
 
     def _named_by(self, exemption: Exemption) -> int:
