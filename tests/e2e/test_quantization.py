@@ -310,6 +310,20 @@ def test_int8(
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_refused_kernel_is_no_layer_of_the_record(
+    in_vllm: list[str], without_amx: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It never calls what would count it, so that the record could only guess how it ran."""
+    from vllm_fl.dispatch import trace
+
+    monkeypatch.setenv(trace.TRACE_DIR_ENV, str(tmp_path))
+    _int8_linear(symmetric=False)
+    trace.recorder().write()
+    record = trace.merge(tmp_path)
+    assert record["layers"] == []
+    assert record["processes"][0]["native_layers"][KERNEL] == "the operator has no zero points"
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

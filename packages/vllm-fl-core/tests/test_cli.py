@@ -250,6 +250,12 @@ def test_trace_merges_what_processes_wrote(
     record.layer("RotaryEmbedding", "rotary_embedding", "reference.torch", "guard")
     record.fact("fingerprint", "f00d")
     record.write()
+    # Nothing is compiled: the layer was built and never called.
+    served = {row["op"]: row for row in served_operators(trace.merge(tmp_path))}
+    assert served["rotary_embedding"]["calls"] == 0
+
+    record.fact("compiled", True)
+    record.write()
     # Another process wrote the same.
     mine = json.loads((tmp_path / f"{os.getpid()}.json").read_text())
     (tmp_path / "1.json").write_text(json.dumps({**mine, "pid": 1}))

@@ -1,14 +1,17 @@
 """Run a small random model in vLLM, natively and with an implementation, and compare.
 
-    python serve.py --out DIR [--prefer vendor] [--model dense|moe]
+    python serve.py --out DIR [--prefer vendor] [--model dense|fp8|int8|moe]
 
-In eager mode vLLM runs its own kernels, so that ``vendor.cuda`` must give a dense
-model's tokens and log-probabilities to the bit. In its compiled mode, with CUDA
+``fp8`` and ``int8`` are the dense model with weights of eight bits, one scale an
+output, and activations quantised by token.
+
+In eager mode vLLM runs its own kernels, so that ``vendor.cuda`` must give the tokens
+and log-probabilities to the bit, but for the experts' model. In its compiled mode, with CUDA
 graphs, vLLM's own layers are generated code, with other roundings, and so are its
 experts' in both: there the agreement is told. So is the time of a step, at a batch
 of eight. Writes ``DIR/serve-MODEL-PREFER.json``; the exit status is 1 where a run
-fails, an eager dense model differs, or the trace does not say that the preferred
-implementation ran.
+fails, an eager model that must not differ does, or the trace does not say that the
+preferred implementation ran.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import torch
 
 PROMPTS = [[1 + (7 * i + 13 * k) % 1000 for i in range(5 + 9 * k)] for k in range(8)]
 
@@ -39,11 +44,14 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True}
+EIGHT_BITS = {
+    "fp8": (torch.float8_e4m3fn, "float", 448),
+    "int8": (torch.int8, "int", 127),
+}
 
 
 def make_checkpoint(folder: Path, model: str) -> None:
     """Save a Qwen3 of four layers with random weights, large enough to be undecided nowhere."""
-    import torch
     import transformers
 
     torch.manual_seed(7)
@@ -53,6 +61,40 @@ def make_checkpoint(folder: Path, model: str) -> None:
     else:
         made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
     made.to(torch.bfloat16).save_pretrained(folder)
+    if model in EIGHT_BITS:
+        quantize(folder, *EIGHT_BITS[model])
+
+
+def quantize(folder: Path, dtype: torch.dtype, kind: str, most: int) -> None:
+    """Give the checkpoint's linear layers weights of eight bits, as compressed-tensors writes them."""
+    from safetensors.torch import load_file
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if not name.endswith("proj.weight"):
+            tensors[name] = weight
+            continue
+        scale = weight.float().abs().amax(1, keepdim=True) / most
+        scaled = weight.float() / scale
+        tensors[name] = (scaled if kind == "float" else scaled.round()).to(dtype)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    bits = {"num_bits": 8, "type": kind, "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**bits, "strategy": "channel", "dynamic": False},
+        "input_activations": {**bits, "strategy": "token", "dynamic": True},
+    }
+    scheme = {
+        "quant_method": "compressed-tensors",
+        "format": f"{kind}-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
 
 
 def generate(checkpoint: Path, eager: bool, output: Path) -> None:
@@ -134,7 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--prefer", default="vendor")
-    parser.add_argument("--model", choices=("dense", "moe"), default="dense")
+    parser.add_argument("--model", choices=("dense", *EIGHT_BITS, "moe"), default="dense")
     parser.add_argument("--only-eager", action="store_true")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--eager", action="store_true", help=argparse.SUPPRESS)
@@ -155,7 +197,7 @@ def main() -> int:
         runs += [native, ours]
         agrees = report["agreement"][mode] = agreement(native, ours)
         is_right &= "error" not in ours and options.prefer in "\n".join(ours["trace"])
-        if eager and options.model == "dense" and options.prefer == "vendor":
+        if eager and options.model != "moe" and options.prefer == "vendor":
             is_right &= agrees.endswith("within 0")
         output = options.out / f"serve-{options.model}-{options.prefer}.json"
         output.write_text(json.dumps(report, indent=1))

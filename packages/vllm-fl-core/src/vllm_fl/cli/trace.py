@@ -64,14 +64,15 @@ def served_operators(record: dict[str, Any]) -> list[dict[str, Any]]:
         if entry["graphs"]:
             served.append({**row, "graphs": entry["graphs"]})
     seen = {(row["op"], row["impl_id"]) for row in served}
-    fingerprints = {p["fingerprint"] for p in record["processes"] if "fingerprint" in p}
+    compiled = {p["fingerprint"] for p in record["processes"] if p.get("compiled") and "fingerprint" in p}
     for layer in record["layers"]:
         key = (layer["op"], layer["impl_id"])
         if key not in seen:
-            # Built, but neither called by Python nor traced: the graph was there.
+            # Built, but neither called by Python nor traced: the graph was there, if there is any.
             seen.add(key)
             row = {"op": key[0], "impl_id": key[1], "distribution": wheels.get(key)}
-            served.append({**row, "loaded_from_cache": ", ".join(sorted(fingerprints))})
+            how = {"loaded_from_cache": ", ".join(sorted(compiled))} if compiled else {"calls": 0}
+            served.append({**row, **how})
     return sorted(served, key=lambda row: (row["op"], row["impl_id"]))
 
 

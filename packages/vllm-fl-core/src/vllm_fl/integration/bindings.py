@@ -49,6 +49,7 @@ class Binding:
         attribute: where an instance keeps the forward that it calls.
         stacks: it can be built on another plug-in's subclass of the class.
         is_traced: a compiler may look into it, where the implementation can be traced.
+        calls_when_refused: an instance that it refuses calls the attribute all the same.
     """
 
     module: str
@@ -65,6 +66,7 @@ class Binding:
     attribute: str = "_forward_method"
     stacks: bool = True
     is_traced: bool = True
+    calls_when_refused: bool = True
 
 
 def _silu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:

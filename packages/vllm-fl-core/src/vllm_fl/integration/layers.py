@@ -227,10 +227,12 @@ def decide(owner: Any, binding: Binding, layer: Any) -> None:
         setattr(owner, binding.attribute, MethodType(binding.forward, owner))
     record = trace.recorder()
     if record is not None:
-        record.layer(name, binding.op_name, chosen, form)
+        record.fact("compiled", bool(vllm_config.compilation_config.mode))
         if operator is None:
             record.fact("native_layers", dict(_native))
             setattr(owner, binding.attribute, trace.recorded(binding.op_name, NATIVE, own))
+        if operator is not None or binding.calls_when_refused or not binding.refuses(layer):
+            record.layer(name, binding.op_name, chosen, form)
 
 
 def _why_native(owner: Any, binding: Binding, layer: Any) -> str | None:

@@ -125,6 +125,7 @@ INT8 = Binding(
     _int8_examples,
     _why_not_int8,
     attribute="_vllm_fl_quantize",
+    calls_when_refused=False,
 )
 
 
