@@ -105,6 +105,7 @@ def test_the_rank_that_lacks_it_says_why(rounds: None, monkeypatch: pytest.Monke
     ("other", "line"),
     [
         (agree(plan(version="1.1")), "wheel of acme: rank 0 has 1.0, rank 1 has 1.1"),
+        (agree(plan(version="")), "wheel of acme: rank 0 has 1.0, rank 1 has no version"),
         (agree(plan(strict=True)), "policy of the process: rank 0 has "),
     ],
 )

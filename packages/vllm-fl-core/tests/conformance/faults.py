@@ -405,6 +405,16 @@ def int32_written_into_int64(
     return right.topk_softmax(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize)
 
 
+@fault("topk_softmax", **_TOPK)
+def no_expert_of_a_row_with_nan(
+    topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False
+):
+    right.topk_softmax(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize)
+    for row in gating_output.isnan().any(-1).nonzero():
+        topk_indices[int(row)].fill_(gating_output.shape[1])
+    return topk_weights, topk_indices
+
+
 @fault("topk_softmax", writes=("topk_weights", "topk_indices"))
 def source_rows_not_written(
     topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False

@@ -44,6 +44,20 @@ def test_what_is_right_passes(op):
     assert all(r.is_deterministic for r in found if r.is_case)
 
 
+def test_a_row_with_nan_may_name_an_expert_twice():
+    """What follows of it is NaN; a kernel's search for the largest finds what it likes there."""
+
+    def topk_softmax(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False):
+        right.topk_softmax(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize)
+        for row in gating_output.isnan().any(-1).nonzero():
+            topk_indices[int(row)].fill_(3)
+        return topk_weights, topk_indices
+
+    found = list(results("topk_softmax", topk_softmax, writes=right.WRITES["topk_softmax"]))
+    assert [r for r in found if r.is_failure] == []
+    assert "float32 a row with NaN" in {r.name for r in found if r.status is Status.PASSED}
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.op}: {fault.name}")
 def test_every_planted_fault_is_caught(fault):
     caught = next((r for r in results(fault.op, fault.function, **fault.options) if r.is_failure), None)

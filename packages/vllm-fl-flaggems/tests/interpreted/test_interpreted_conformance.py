@@ -27,10 +27,11 @@ def test_conformance(tier, most):
         assert passed == {impl.op_name for impl in plan.impls if impl.is_available()}
 
 
-def test_what_is_excepted_is_the_interpreter_s():
+def test_what_is_excepted_is_excepted_of_one_device():
     manager = get_default_manager()
     manager.discover()
     record = manager.registry.plugins["flaggems"]
     entries = exceptions.shipped(record)
     assert entries
-    assert all(entry.device == "cpu" and "interpreter" in entry.reason for entry in entries)
+    assert all("interpreter" in entry.reason for entry in entries if entry.device == "cpu")
+    assert all(entry.device for entry in entries)

@@ -71,11 +71,13 @@ def run(options: argparse.Namespace, name: str, *, eager: bool, **variables: str
     answer.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--out", str(options.out), "--child", str(answer)]
     command += ["--checkpoint", str(options.checkpoint), *(["--eager"] if eager else [])]
+    # That the ranks agree is an INFO of the log.
+    environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO", **variables}
     started = time.monotonic()
     with (options.out / f"{name}.log").open("w+") as log:
         try:
             code = subprocess.run(
-                command, env={**os.environ, **variables}, stdout=log, stderr=log, check=False, timeout=240
+                command, env=environment, stdout=log, stderr=log, check=False, timeout=240
             ).returncode
         except subprocess.TimeoutExpired:
             code = 124

@@ -244,7 +244,8 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         Args:
             topk_weights!: T[n, k], float32; written with the weights, in falling
                 order.
-            topk_indices!: T[n, k], int32, int64 or uint32; written with the experts.
+            topk_indices!: T[n, k], int32, int64 or uint32; written with the experts,
+                and of a row with a NaN with any that exist.
             token_expert_indices!: T[n, k], int32; written with ``slot * n + row``.
             gating_output: T[n, e], floating.
             renormalize: divide each row's weights by their sum.

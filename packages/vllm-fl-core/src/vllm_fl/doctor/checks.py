@@ -177,8 +177,9 @@ def _of_backend(row: dict[str, Any], plugin: Any) -> Finding:
         return Finding(
             WARN,
             f"{row['impl_id']} is available without {lacks}",
-            "the next implementation runs these operators",
-            f"pip install --upgrade {plugin.origin.distribution}",
+            "the next implementation runs these operators, or vLLM's own path",
+            f"vllm-fl explain {next(iter(row['missing']))}  # what runs; a newer "
+            f"{plugin.origin.distribution} may have them",
         )
     return Finding(PASS, f"{row['impl_id']} is available")
 

@@ -177,7 +177,8 @@ def _compare(ranks: Group, prefix: str, other: int, mine: Mapping[str, Any]) -> 
         return
     for part in ("policy", "choice", "wheel", "fact"):
         for name in sorted(mine[part].keys() | theirs[part].keys()):
-            here, there = mine[part].get(name, "none"), theirs[part].get(name, "none")
+            # A module of VLLM_FL_PLUGIN_MODULES has no version.
+            here, there = (facts[part].get(name, "none") or "no version" for facts in (mine, theirs))
             if here != there:
                 why = _why_not(name, there) if part == "choice" else ""
                 yield f"{part} of {name}: rank {ranks.rank} has {here}, rank {other} has {there}{why}"
