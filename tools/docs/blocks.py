@@ -86,16 +86,21 @@ def packages(language: Language, page: Path) -> str:
 
 
 def verified() -> dict[str, dict[str, list[str]]]:
-    """Return the reports of runs on real hardware: by implementation and operator, their names."""
+    """Return the pages of runs on real hardware, by implementation and operator.
+
+    ``CARD-vllm-VERSION-IMPL.json`` is the kit's report, ``CARD-vllm-VERSION.md`` the page.
+    An operator is verified where cases of it passed and none failed.
+    """
     found: dict[str, dict[str, list[str]]] = {}
     for path in sorted((_ROOT / "docs" / "verified").glob("*.json")):
-        report = json.loads(path.read_text("utf-8"))
-        if "suites" not in report:
-            continue
-        for suite in report["suites"]:
-            for op_name, counts in suite["operators"].items():
-                if counts["states"].get("right"):
-                    found.setdefault(suite["impl"], {}).setdefault(op_name, []).append(path.stem)
+        states: dict[tuple[str, str], set[str]] = {}
+        for result in json.loads(path.read_text("utf-8"))["results"]:
+            if result["is_case"]:
+                states.setdefault((result["impl_id"], result["op"]), set()).add(result["status"])
+        for (impl_id, op_name), of_op in states.items():
+            if "passed" in of_op and "failed" not in of_op:
+                page = path.stem.removesuffix(f"-{impl_id}")
+                found.setdefault(impl_id, {}).setdefault(op_name, []).append(page)
     return found
 
 
