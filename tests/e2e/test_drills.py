@@ -75,7 +75,7 @@ def test_one_that_raises_at_its_hundredth_call(qwen3: Checkpoint, evidence: Evid
     [
         ("raises", {"VLLM_FL_STRICT": "1"}, "RuntimeError: kernel launch failed at call 100"),
         # Another implementation would only hide it: the same as with a kernel of vLLM's own.
-        pytest.param("memory", {}, "torch.OutOfMemoryError: out of memory. Tried", marks=pytest.mark.long),
+        ("memory", {}, "torch.OutOfMemoryError: out of memory. Tried"),
     ],
 )
 def test_one_whose_failure_ends_the_engine(
@@ -107,7 +107,6 @@ def test_one_whose_failure_ends_the_engine(
     assert ("silu_and_mul", "reference.torch") in after.calls()
 
 
-@pytest.mark.long
 def test_one_that_returns_nan(qwen3: Checkpoint, evidence: Evidence) -> None:
     """Nothing looks at the numbers while serving: the record says whose they are."""
     with serve(qwen3, env=_drill(evidence, "nan")) as server:
@@ -128,7 +127,6 @@ def test_one_that_returns_nan(qwen3: Checkpoint, evidence: Evidence) -> None:
     assert operators == {"vendor.drill.nan"}
 
 
-@pytest.mark.long
 def test_one_that_is_uninstalled_between_two_starts(qwen3: Checkpoint, tmp_path: Path) -> None:
     """The plan changes, the next start works, and compiled code with its kernels is not used again."""
     wheel = tmp_path / "site"
@@ -153,12 +151,10 @@ def test_one_that_is_uninstalled_between_two_starts(qwen3: Checkpoint, tmp_path:
     with_it, installed = start("installed")
     shutil.rmtree(wheel)
     without, uninstalled = start("uninstalled")
-    again, _ = start("again")
     # Its answers are wrong, so that they tell who computed.
     assert all(got != right for got, right in zip(with_it.tokens, qwen3.golden, strict=True))
-    assert without.tokens == again.tokens == qwen3.golden
+    assert without.tokens == qwen3.golden
     assert _LOADED not in without.log
-    assert _LOADED in again.log
     assert {impl_id for _, impl_id in installed.graphs()} == {"vendor.wrong"}
     assert {impl_id for _, impl_id in uninstalled.graphs()} == {"reference.torch"}
     assert "vendor-wrong 1.0" in with_it.log

@@ -72,7 +72,6 @@ def test_a_rank_that_chooses_otherwise(qwen3: Checkpoint, evidence: Evidence) ->
     )
 
 
-@pytest.mark.long
 def test_a_rank_without_the_plugin(qwen3: Checkpoint, evidence: Evidence, tmp_path: Path) -> None:
     """It enters no collective of ours and would run natively; the others do not wait for ever."""
     (tmp_path / "no_plugin.py").write_text(_NO_PLUGIN_IN_RANK_1)
@@ -86,7 +85,6 @@ def test_a_rank_without_the_plugin(qwen3: Checkpoint, evidence: Evidence, tmp_pa
     assert "rank 1 has published nothing within 3 s (VLLM_FL_RANKS_TIMEOUT)" in log
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "said"),
     [
