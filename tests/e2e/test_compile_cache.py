@@ -8,6 +8,9 @@ from typing import Any
 from engine import run_vllm
 from evidence import Evidence
 
+from vllm_fl.cli.trace import served_operators
+from vllm_fl.dispatch import trace
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -83,6 +86,8 @@ def test_compiled_code_follows_the_choice(qwen3: Checkpoint, tmp_path: Path) -> 
     assert result.tokens == qwen3.golden
     assert evidence.graphs() == {}
     assert evidence.layers() == built
+    served = served_operators(trace.merge(evidence.folder))
+    assert [row["op"] for row in served if row.get("loaded_from_cache")] == list(operators)
 
     # A vendor's wheel is installed. The policy is the same, so that only the fingerprint differs.
     result, evidence = run("wrong", "wrong_vendor", env=prefer)
