@@ -6,7 +6,6 @@ vLLM's CPU build has no kernel for linear layers of float8, so that no model of 
 from __future__ import annotations
 
 import inspect
-import json
 import shutil
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -25,21 +24,6 @@ if TYPE_CHECKING:
 
 KERNEL = "CPUInt8ScaledMMLinearKernel"
 OP = "dynamic_per_token_quant_int8"
-
-_EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
-_SCHEME = {
-    "quant_method": "compressed-tensors",
-    "format": "int-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {**_EIGHT_BITS, "strategy": "channel", "dynamic": False},
-            "input_activations": {**_EIGHT_BITS, "strategy": "token", "dynamic": True},
-        }
-    },
-}
 
 # vLLM's kernel for CPUs with AMX quantises inside of its product.
 _WITHOUT_AMX = """
@@ -68,23 +52,11 @@ def report(llm):
 @pytest.fixture(scope="module")
 def int8(qwen3: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The dense checkpoint with int8 weights, one scale for each output."""
-    import torch
-    from safetensors.torch import load_file
-    from safetensors.torch import save_file
+    from eight_bits import quantize
 
     folder = tmp_path_factory.mktemp("int8")
     shutil.copytree(qwen3.path, folder, dirs_exist_ok=True)
-    tensors = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if not name.endswith("proj.weight"):
-            tensors[name] = weight
-            continue
-        scale = weight.abs().amax(1, keepdim=True) / 127
-        tensors[name] = (weight / scale).round().to(torch.int8)
-        tensors[f"{name}_scale"] = scale
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": _SCHEME}))
+    quantize(folder, "int8")
     return folder
 
 

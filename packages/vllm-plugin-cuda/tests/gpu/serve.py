@@ -26,7 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
+from eight_bits import EIGHT_BITS
+from eight_bits import quantize
 
 PROMPTS = [[1 + (7 * i + 13 * k) % 1000 for i in range(5 + 9 * k)] for k in range(8)]
 
@@ -44,14 +45,11 @@ SHAPE = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True}
-EIGHT_BITS = {
-    "fp8": (torch.float8_e4m3fn, "float", 448),
-    "int8": (torch.int8, "int", 127),
-}
 
 
 def make_checkpoint(folder: Path, model: str) -> None:
     """Save a Qwen3 of four layers with random weights, large enough to be undecided nowhere."""
+    import torch
     import transformers
 
     torch.manual_seed(7)
@@ -62,39 +60,7 @@ def make_checkpoint(folder: Path, model: str) -> None:
         made = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SHAPE))
     made.to(torch.bfloat16).save_pretrained(folder)
     if model in EIGHT_BITS:
-        quantize(folder, *EIGHT_BITS[model])
-
-
-def quantize(folder: Path, dtype: torch.dtype, kind: str, most: int) -> None:
-    """Give the checkpoint's linear layers weights of eight bits, as compressed-tensors writes them."""
-    from safetensors.torch import load_file
-    from safetensors.torch import save_file
-
-    tensors = {}
-    for name, weight in load_file(folder / "model.safetensors").items():
-        if not name.endswith("proj.weight"):
-            tensors[name] = weight
-            continue
-        scale = weight.float().abs().amax(1, keepdim=True) / most
-        scaled = weight.float() / scale
-        tensors[name] = (scaled if kind == "float" else scaled.round()).to(dtype)
-        tensors[f"{name}_scale"] = scale
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    bits = {"num_bits": 8, "type": kind, "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**bits, "strategy": "channel", "dynamic": False},
-        "input_activations": {**bits, "strategy": "token", "dynamic": True},
-    }
-    scheme = {
-        "quant_method": "compressed-tensors",
-        "format": f"{kind}-quantized",
-        "quantization_status": "compressed",
-        "ignore": ["lm_head"],
-        "config_groups": {"group_0": group},
-    }
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
+        quantize(folder, model)
 
 
 def generate(checkpoint: Path, eager: bool, output: Path) -> None:
