@@ -46,10 +46,10 @@ class Binding:
         keywords: the operator's keyword arguments, fixed for an instance.
         mixin: what the class that takes its place does first; it says when the
             choice is made.
-        attribute: where an instance keeps the forward that it calls.
+        attribute: where an instance keeps the forward that it calls; None in one that
+            calls none, and that ``refuses``.
         stacks: it can be built on another plug-in's subclass of the class.
         is_traced: a compiler may look into it, where the implementation can be traced.
-        calls_when_refused: an instance that it refuses calls the attribute all the same.
     """
 
     module: str
@@ -66,7 +66,6 @@ class Binding:
     attribute: str = "_forward_method"
     stacks: bool = True
     is_traced: bool = True
-    calls_when_refused: bool = True
 
 
 def _silu_forward(self: Any, x: torch.Tensor) -> torch.Tensor:

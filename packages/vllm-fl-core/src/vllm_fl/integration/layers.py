@@ -230,9 +230,10 @@ def decide(owner: Any, binding: Binding, layer: Any) -> None:
         record.fact("compiled", bool(vllm_config.compilation_config.mode))
         if operator is None:
             record.fact("native_layers", dict(_native))
-            setattr(owner, binding.attribute, trace.recorded(binding.op_name, NATIVE, own))
-        if operator is not None or binding.calls_when_refused or not binding.refuses(layer):
+        if own is not None:
             record.layer(name, binding.op_name, chosen, form)
+            if operator is None:
+                setattr(owner, binding.attribute, trace.recorded(binding.op_name, NATIVE, own))
 
 
 def _why_native(owner: Any, binding: Binding, layer: Any) -> str | None:

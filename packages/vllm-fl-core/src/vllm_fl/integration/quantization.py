@@ -125,7 +125,6 @@ INT8 = Binding(
     _int8_examples,
     _why_not_int8,
     attribute="_vllm_fl_quantize",
-    calls_when_refused=False,
 )
 
 
@@ -172,9 +171,10 @@ def _decide_for(
 ) -> None:
     linear = _Linear(kernel, layer)
     name = _FUNCTIONS.get(type(kernel).__name__, "scaled_int8_quant")
-    kernel._vllm_fl_quantize = lambda x: own[name](x)[:2]
+    is_served = _why_not_int8(linear) is None
+    kernel._vllm_fl_quantize = (lambda x: own[name](x)[:2]) if is_served else None
     decide(kernel, INT8, linear)
-    if _why_not_int8(linear) is None:
+    if is_served:
         # Not the kernel's method, which would keep its weights alive.
         _chosen[name] = getattr(kernel, "_vllm_fl_operator", None) or kernel._vllm_fl_quantize
 
