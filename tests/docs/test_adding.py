@@ -22,6 +22,9 @@ from bare_environment import PACKAGES
 from bare_environment import Environment
 from bare_environment import build
 
+from tools.docs.fences import blocks
+from tools.docs.fences import blocks_of
+
 pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(
@@ -30,13 +33,13 @@ pytestmark = [
 ]
 
 ROOT = PACKAGES.parent
-_BLOCK = re.compile(r"^```(\w+)(?: title=\"([^\"\n]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
 _HEADING = re.compile(r"^##+ (.+)$", re.MULTILINE)
 
 
 def sections(page: str) -> dict[str, str]:
     """Return the text under each heading, those of the third level too."""
-    _, *parts = _HEADING.split((ROOT / "docs" / page).read_text())
+    _, *parts = _HEADING.split((DOCS / page).read_text())
     return dict(zip(parts[::2], parts[1::2], strict=True))
 
 
@@ -52,18 +55,18 @@ class Reader:
 
     def follow(self, section: str) -> None:
         """Do what every block says, in order."""
-        for kind, title, text in _BLOCK.findall(section):
-            if kind == "sh":
-                self.shell(text)
-            elif kind == "diff":
-                self.apply(text)
-            elif kind == "text":
+        for block in blocks_of(section, DOCS):
+            if block.language == "sh":
+                self.shell(block.text)
+            elif block.language == "diff":
+                self.apply(block.text)
+            elif block.language == "text":
                 said = [" ".join(line.split()) for line in self.output.splitlines()]
-                for line in map(" ".join, map(str.split, text.splitlines())):
+                for line in map(" ".join, map(str.split, block.text.splitlines())):
                     assert any(other.startswith(line) for other in said), (line, self.output)
             else:
-                assert title, f"a block of {kind} that nothing runs:\n{text}"
-                (self.folder / title).write_text(text)
+                assert block.title, f"a block of {block.language} that nothing runs:\n{block.text}"
+                (self.folder / block.title).write_text(block.text)
 
     def shell(self, text: str) -> None:
         """Run a block in one shell; the folder and the exported variables stay."""
@@ -132,8 +135,8 @@ def vendor(reader: Reader) -> Reader:
 def test_from_nothing_to_vllm_with_the_new_operators(vendor: Reader) -> None:
     assert vendor.folder.name == "vllm-plugin-acme"
     listed = sections("adding-a-vendor.md")["What is in it"]
-    ((_, _, text),) = _BLOCK.findall(listed)
-    for line in text.splitlines():
+    (block,) = blocks_of(listed, DOCS)
+    for line in block.text.splitlines():
         assert (vendor.folder / line.split()[0]).exists(), line
 
 
@@ -145,7 +148,7 @@ def test_a_first_kernel_takes_one_file(vendor: Reader) -> None:
 
 
 def test_an_operator_takes_as_many_files_as_the_page_says(vendor: Reader) -> None:
-    page = (ROOT / "docs" / "adding-an-operator.md").read_text()
+    page = (DOCS / "adding-an-operator.md").read_text()
     declared, own, core, merged = (int(n) for n in re.findall(r"^\| an? .+ \| (\d+): ", page, re.MULTILINE))
     vendor.changes.clear()
     vendor.follow(sections("adding-an-operator.md")["A declared operator, to a backend"])
@@ -181,8 +184,7 @@ def test_every_block_is_under_a_heading_that_is_run() -> None:
         },
     }
     for page, headings in run.items():
-        found = {heading for heading, text in sections(page).items() if _BLOCK.search(text)}
+        found = {heading for heading, text in sections(page).items() if [*blocks_of(text, DOCS)]}
         assert found == headings
-        assert len(re.findall("^```", (ROOT / "docs" / page).read_text(), re.MULTILINE)) == 2 * len(
-            _BLOCK.findall((ROOT / "docs" / page).read_text())
-        )
+        fences = re.findall("^```", (DOCS / page).read_text(), re.MULTILINE)
+        assert len(fences) == 2 * len([*blocks(DOCS / page)])

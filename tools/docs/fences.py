@@ -53,7 +53,11 @@ class Block:
 
 def blocks(page: Path) -> Iterator[Block]:
     """Yield the blocks of a page."""
-    text = page.read_text("utf-8")
+    return blocks_of(page.read_text("utf-8"), page)
+
+
+def blocks_of(text: str, page: Path) -> Iterator[Block]:
+    """Yield the blocks of a page's text, or of a part of it; lines are counted from its first."""
     for fence in _FENCE.finditer(text):
         before = text[: fence.start()]
         reason = _NOT_RUN.search(before)
