@@ -151,10 +151,12 @@ def test_one_that_is_uninstalled_between_two_starts(qwen3: Checkpoint, tmp_path:
     with_it, installed = start("installed")
     shutil.rmtree(wheel)
     without, uninstalled = start("uninstalled")
+    again, _ = start("again")
     # Its answers are wrong, so that they tell who computed.
     assert all(got != right for got, right in zip(with_it.tokens, qwen3.golden, strict=True))
-    assert without.tokens == qwen3.golden
+    assert without.tokens == again.tokens == qwen3.golden
     assert _LOADED not in without.log
+    assert _LOADED in again.log
     assert {impl_id for _, impl_id in installed.graphs()} == {"vendor.wrong"}
     assert {impl_id for _, impl_id in uninstalled.graphs()} == {"reference.torch"}
     assert "vendor-wrong 1.0" in with_it.log
