@@ -40,7 +40,7 @@ NAMES = """
     with_strict_mode with_allowed_vendors with_denied_vendors PREFER_DEFAULT PREFER_VENDOR PREFER_REFERENCE
     match_token discover_plugins get_discovered_plugins clear_discovered_plugins PLUGIN_GROUP
     PLUGIN_MODULES_ENV OpManager get_default_manager reset_default_manager call_op resolve_op set_log_level
-    get_logger
+    get_logger RefusedBeforeWriting
 """
 
 
@@ -82,6 +82,11 @@ def test_a_module_is_there(module: str) -> None:
 def test_a_name_is_where_older_code_looks_for_it(module: str, name: str) -> None:
     there = getattr(importlib.import_module(f"vllm_fl.dispatch.{module}"), name)
     assert there is getattr(dispatch, name)
+
+
+def test_a_refusal_is_what_older_code_catches() -> None:
+    assert issubclass(dispatch.RefusedBeforeWriting, dispatch.DispatchError)
+    assert issubclass(dispatch.RefusedBeforeWriting, NotImplementedError)
 
 
 def test_constants() -> None:

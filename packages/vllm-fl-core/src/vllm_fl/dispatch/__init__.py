@@ -31,6 +31,7 @@ from vllm_fl.dispatch.discovery import get_discovered_plugins
 from vllm_fl.dispatch.errors import DispatchError
 from vllm_fl.dispatch.errors import NoImplementationError
 from vllm_fl.dispatch.errors import PolicyError
+from vllm_fl.dispatch.errors import RefusedBeforeWriting
 from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.errors import UnknownOperatorError
 from vllm_fl.dispatch.manager import OpManager
@@ -85,6 +86,7 @@ __all__ = [
     "Plan",
     "PluginRecord",
     "PolicyError",
+    "RefusedBeforeWriting",
     "RegistrationError",
     "SelectionPolicy",
     "TorchForm",

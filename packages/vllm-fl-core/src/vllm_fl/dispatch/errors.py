@@ -33,3 +33,13 @@ class UnknownOperatorError(DispatchError, LookupError):
 
 class NoImplementationError(DispatchError, RuntimeError):
     """Nothing can run the operator: the message lists why, and what to install."""
+
+
+class RefusedBeforeWriting(DispatchError, NotImplementedError):  # noqa: N818 - a refusal, not a fault
+    """An implementation does not take these arguments, and has written none of them.
+
+    Raise it from an implementation that may write its arguments, before it writes
+    any of them, where ``supports`` cannot tell: the next candidate runs, for this
+    call only. ``NotImplementedError`` itself promises nothing there, since torch
+    raises it from the middle of a kernel too.
+    """
