@@ -11,6 +11,8 @@ from typing import ClassVar
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._fork import after_fork_in_child
 from vllm_fl.dispatch._watch import Watch
+from vllm_fl.dispatch._work import Work
+from vllm_fl.dispatch.errors import DispatchError
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.ops import Operators
 from vllm_fl.dispatch.types import BackendImplKind
@@ -126,29 +128,71 @@ class Backend(Operators):
 
 
 class _Availability:
-    """What each backend answered in this process."""
+    """What each backend answered in this process.
+
+    No lock is held while a backend is asked. Who asked first decides for all; the others wait.
+    """
 
     def __init__(self) -> None:
         self._lock = ForkSafeLock()
         self._answers: dict[tuple[int, str], tuple[object, str | None]] = {}
+        self._asking: dict[tuple[int, str], tuple[Work, ...]] = {}
+        #: Grows with every answer that holds for one call alone.
+        self.provisional = 0
         after_fork_in_child(self._answers_of_parent)
 
     def _answers_of_parent(self) -> None:
         self._answers.clear()
+        self._asking.clear()
 
     def reason(self, owner: object, question: str, ask: Callable[[], object]) -> str | None:
+        """Return why the answer to a question is no, None where it is yes.
+
+        Where the answer waits for this very thread, because a module that is imported for it
+        resolves an operator, this thread asks too, and what it hears holds for its call alone.
+
+        Raises:
+            DispatchError: the answer waits for this thread otherwise, or for itself.
+        """
         key = (id(owner), question)
-        with self._lock:
-            if key not in self._answers:
-                # The entry keeps `owner` alive, so its id is not used again.
-                late = f"{question} has been running", "`vllm-fl doctor` tests it by itself."
-                with Watch() as watch, watch.over(*late):
-                    self._answers[key] = (owner, _answer(question, ask))
-            return self._answers[key][1]
+        mine, how = Work(question), ""
+        while True:
+            with self._lock:
+                found = self._answers.get(key)
+                if found is not None:
+                    return found[1]
+                works = self._asking.get(key, ())
+                nested = sum(work.is_mine for work in works)
+                if not works or nested == 1 or (how == "import" and not nested):
+                    self._asking[key] = (*works, mine)
+                    break
+            how = "deadlock" if nested else works[0].wait()
+            if how == "deadlock":
+                raise DispatchError(f"{question} uses an operator that is chosen by its answer")
+        reason, is_first, is_answered = None, not works, False
+        try:
+            late = f"{question} has been running", "`vllm-fl doctor` tests it by itself."
+            with Watch() as watch, watch.over(*late):
+                reason = _answer(question, ask)
+            is_answered = True
+        finally:
+            with self._lock:
+                works = self._asking.pop(key, ())
+                others = tuple(work for work in works if work is not mine)
+                if others:
+                    self._asking[key] = others
+                if not is_first:
+                    self.provisional += 1
+                elif is_answered and mine in works:  # and nobody has forgotten the answers meanwhile
+                    # The entry keeps `owner` alive, so its id is not used again.
+                    self._answers[key] = (owner, reason)
+                mine.is_done = True
+        return reason
 
     def forget(self) -> None:
         with self._lock:
             self._answers.clear()
+            self._asking.clear()
 
 
 _availability = _Availability()
@@ -157,6 +201,11 @@ _availability = _Availability()
 def forget_availability() -> None:
     """Ask every backend again the next time; for tests, and after a device appears."""
     _availability.forget()
+
+
+def provisional_answers() -> int:
+    """Return how many answers held for one call alone; a choice by such a one is not kept."""
+    return _availability.provisional
 
 
 def describe(error: BaseException) -> str:

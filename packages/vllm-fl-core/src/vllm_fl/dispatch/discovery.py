@@ -81,10 +81,14 @@ class _Found:
         )
 
 
-def discover_plugins(registry: OpRegistry) -> list[PluginRecord]:
+def discover_plugins(registry: OpRegistry, begins: Callable[[str], None] | None = None) -> list[PluginRecord]:
     """Load every plugin into ``registry`` and return what became of each.
 
     A plugin that has a record in ``registry.plugins`` is not loaded again.
+
+    Args:
+        registry: what is filled.
+        begins: told of each plugin before it is loaded.
 
     Raises:
         PolicyError: VLLM_FL_PLUGINS or VLLM_FL_PLUGIN_MODULES names something
@@ -109,6 +113,8 @@ def discover_plugins(registry: OpRegistry) -> list[PluginRecord]:
             if allowed is not None and plugin.name not in allowed and not by_module:
                 record = plugin.record("not-allowed", f"{PLUGINS_ENV} does not name it")
             else:
+                if begins is not None:
+                    begins(_title(plugin.record("loading")))
                 record = _watched_load(registry, plugin, watch)
             registry.plugins[plugin.name] = record
             if record.state in ("failed", "incompatible", "refused"):

@@ -59,6 +59,18 @@ a dict, are each done as a whole, and a ``ContextVar`` belongs to its thread or 
 Policies, snapshots, decisions and plans are never edited, only replaced. A table is
 filled only while the policy, snapshot and failures that it was resolved from are
 current, which is checked under the lock; a call that has got a callable keeps it.
+
+No lock is held while somebody else's code runs: an import, ``register()``,
+``is_available()``, a predicate, a log handler, the text of an exception. It is run
+first, and what it gave is published if nothing has changed meanwhile. The first thread
+that needs the plugins, or a backend's answer, gets them; others wait for it without a
+lock (:mod:`vllm_fl.dispatch._work`), and where it waits for them in its turn:
+
+* A call for which a plugin waits while it is loaded, from the plugin itself, a module
+  that it imports or a thread that it joins, uses what has been registered so far.
+* A call from a module that ``is_available()`` imports asks the backend itself, and what
+  it hears is not kept. Any other call that the answer waits for raises `DispatchError`.
+* A wait that has another cause ends with a `DispatchError` after 30 seconds.
 """
 
 from __future__ import annotations
@@ -76,7 +88,10 @@ from vllm_fl.dispatch._guard import Candidate
 from vllm_fl.dispatch._known import check_names
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._log import level_from_environment
+from vllm_fl.dispatch._work import Work
 from vllm_fl.dispatch.backend import describe
+from vllm_fl.dispatch.backend import provisional_answers
+from vllm_fl.dispatch.errors import DispatchError
 from vllm_fl.dispatch.errors import NoImplementationError
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.plan import Plan
@@ -111,6 +126,9 @@ _context_policy = _context.get
 #: Tables of context policies that are kept; older ones are made anew.
 _TABLES_KEPT = 64
 
+#: A plan that is out of date before it is published is made again this often.
+_FREEZES_TRIED = 100
+
 
 class _Table(dict[str, Any]):
     """The callables of one policy and one snapshot; filled when asked."""
@@ -137,7 +155,7 @@ class OpManager:
     def __init__(self, registry: OpRegistry | None = None) -> None:
         self.registry = registry if registry is not None else OpRegistry()
         self._discovers = registry is None
-        self._is_discovering = False
+        self._discovery: Work | None = None
         self._lock = ForkSafeLock()
         self._plan: Plan | None = None
         self._frozen_snapshot: OpRegistrySnapshot | None = None
@@ -204,11 +222,12 @@ class OpManager:
         self.ensure_initialized()
         policy = table.policy if table.policy is not None else global_policy()
         self.check_policy(policy)
-        snapshot, failed = self.snapshot(), self._failed
+        snapshot, failed, provisional = self.snapshot(), self._failed, provisional_answers()
         resolved = self._resolve(op_name, policy, snapshot)
         with self._lock:
             is_current = table is self._table or self._context_tables.get(id(table.policy)) is table
-            if is_current and snapshot is self.snapshot() and failed is self._failed:
+            is_same = snapshot is self.snapshot() and failed is self._failed
+            if is_current and is_same and provisional == provisional_answers():
                 table[op_name] = resolved.fn
         return resolved.fn
 
@@ -231,9 +250,10 @@ class OpManager:
         if policy is self._checked:
             return
         self.discover()
-        if self._is_discovering:
+        if self._discovery is not None:
             return  # a plugin asks, and not every name is known yet
-        broken = [f"{r.name} {r.distribution}" for r in self.registry.plugins.values() if r.state != "loaded"]
+        plugins = list(self.registry.plugins.values())
+        broken = [f"{r.name} {r.distribution}" for r in plugins if r.state != "loaded"]
         check_names(policy, self.registry.snapshot(), broken)
         self._checked = policy
 
@@ -276,7 +296,7 @@ class OpManager:
     ) -> Resolved:
         decision = self._decide(op_name, policy, snapshot, with_native=native is not None)
         if decision.impl_id is None:
-            raise NoImplementationError(nothing_runs(decision, self.registry.plugins.values()))
+            raise NoImplementationError(self._why_nothing_runs(decision))
         warn_of_degradation(decision, self._warned)
         strict = selection.effective(policy, snapshot).strict
 
@@ -295,6 +315,11 @@ class OpManager:
         failed = self._failed.get(op_name, {})
         return selection.decide(op_name, policy, snapshot, failed, with_native=with_native)
 
+    def _why_nothing_runs(self, decision: Decision) -> str:
+        text = nothing_runs(decision, list(self.registry.plugins.values()))
+        work = self._discovery
+        return f"{text}\n  {work.what} has not ended, and waits for this call." if work else text
+
     # -- asking ---------------------------------------------------------------
 
     def ensure_initialized(self) -> None:
@@ -307,32 +332,49 @@ class OpManager:
             return
         self.discover()
         self._policy_in_force()
-        if not self._is_discovering:
+        if self._discovery is None:
             self._ready_in = os.getpid()
 
     def discover(self) -> None:
         """Load the plugins, once, and ask neither a policy nor a backend anything.
 
+        A call that a plugin itself waits for while it is loaded (it comes from the plugin,
+        from a module that it imports, or from a thread that it joins) returns at once, and
+        finds what has been registered so far.
+
         Raises:
             PolicyError: a variable that says which plugins to load is wrong.
+            DispatchError: another thread loads them, and takes too long.
         """
         if not self._discovers:
             return
         problem = level_from_environment()
         if problem:
             raise PolicyError(problem)
-        with self._lock:
-            # A plugin may ask for the policy while it is loaded, by this thread.
-            if not self._discovers or self._is_discovering:
-                return
-            from vllm_fl.dispatch.discovery import discover_plugins
+        from vllm_fl.dispatch.discovery import discover_plugins
 
-            self._is_discovering = True
-            try:
-                discover_plugins(self.registry)
-                self._discovers = False
-            finally:
-                self._is_discovering = False
+        mine = Work("the discovery of plugins")
+        while True:
+            with self._lock:
+                if not self._discovers:
+                    return
+                work = self._discovery
+                if work is None:
+                    self._discovery = mine
+                    break
+            if work.wait() != "done":
+                return
+        has_ended = False
+        try:
+            discover_plugins(self.registry, mine.goes_on)
+            has_ended = True
+        finally:
+            with self._lock:
+                # In a child that was forked meanwhile, another one may be under way.
+                if self._discovery is mine:
+                    self._discovery = None
+                self._discovers = self._discovers and not has_ended
+                mine.is_done = True
 
     def explain(self, op_name: str, *, native: bool = False) -> Decision:
         """Return the decision that the policy in force makes for an operator.
@@ -363,7 +405,7 @@ class OpManager:
         """
         decision = self.explain(op_name)
         if decision.impl_id is None:
-            raise NoImplementationError(nothing_runs(decision, self.registry.plugins.values()))
+            raise NoImplementationError(self._why_nothing_runs(decision))
         impls = {i.impl_id: i for i in self.snapshot().impls_by_op.get(op_name, ())}
         return [impls[report.impl_id] for report in decision.usable]
 
@@ -394,11 +436,12 @@ class OpManager:
 
     def set_aside(self, op_name: str, impl_id: str, error: BaseException) -> None:
         """Do not choose an implementation for an operator again; warn once."""
+        reason = describe(error)
         with self._lock:
             known = self._failed.get(op_name, {})
             if impl_id in known:
                 return
-            self._failed = {**self._failed, op_name: {**known, impl_id: describe(error)}}
+            self._failed = {**self._failed, op_name: {**known, impl_id: reason}}
             for table in self._tables():
                 table.pop(op_name, None)
         logger.warning(
@@ -407,7 +450,7 @@ class OpManager:
             impl_id,
             op_name,
             op_name,
-            describe(error),
+            reason,
             exc_info=error,
         )
 
@@ -437,16 +480,25 @@ class OpManager:
 
         Raises:
             PolicyError: the configuration is wrong.
+            DispatchError: what is chosen from changes all the time.
         """
-        with self._lock:
-            while self._plan is None:
-                self.ensure_initialized()
-                policy, snapshot = self._policy_in_force(), self.registry.snapshot()
-                plan, table = self._make_plan(policy, snapshot, dict(extra or {}))
-                publish = functools.partial(self._publish, plan, table, snapshot)
-                if snapshot is self.registry.snapshot():
+        for _ in range(_FREEZES_TRIED):
+            plan = self._plan
+            if plan is not None:
+                return plan
+            self.ensure_initialized()
+            failed, provisional = self._failed, provisional_answers()
+            policy, snapshot = self._policy_in_force(), self.registry.snapshot()
+            plan, table = self._make_plan(policy, snapshot, dict(extra or {}))
+            publish = functools.partial(self._publish, plan, table, snapshot)
+            with self._lock:
+                is_same = snapshot is self.registry.snapshot() and failed is self._failed
+                if self._plan is None and is_same and provisional == provisional_answers():
                     publish_if_current(policy, publish)
-            return self._plan
+        raise DispatchError(
+            f"freeze() gave up: something was registered, set aside or set as the policy during each of "
+            f"{_FREEZES_TRIED} attempts to choose."
+        )
 
     def _publish(self, plan: Plan, table: _Table, snapshot: OpRegistrySnapshot) -> None:
         self._plan, self._table, self._frozen_snapshot = plan, table, snapshot
@@ -517,7 +569,7 @@ class OpManager:
         self._proven = set()
         self._warned = set()
         self._ready_in = 0
-        self._is_discovering = False
+        self._discovery = None
         self._new_tables()
 
 
@@ -532,11 +584,12 @@ def get_default_manager() -> OpManager:
     and why, ``freeze()`` fixes every choice, ``registry`` holds what is registered.
     """
     global _default
-    if _default is None:
+    found = _default
+    if found is None:
+        made = OpManager()
         with _default_lock:
-            if _default is None:
-                _default = OpManager()
-    return _default
+            found = _default = _default or made
+    return found
 
 
 def reset_default_manager() -> None:
@@ -546,10 +599,10 @@ def reset_default_manager() -> None:
     """
     global _default
     with _default_lock:
-        # Whoever still holds it must not keep policies from being changed.
-        if _default is not None:
-            _default.thaw()
-        _default = None
+        before, _default = _default, None
+    # Whoever still holds it must not keep policies from being changed.
+    if before is not None:
+        before.thaw()
 
 
 def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:

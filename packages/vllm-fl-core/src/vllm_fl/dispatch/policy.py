@@ -265,8 +265,13 @@ class _Global:
         self.lock = ForkSafeLock()
         self.chosen: SelectionPolicy | None = None
         self.from_environment: SelectionPolicy | None = None
+        self.changes = 0
         # Replaced, not edited, so that whoever enters a context waits for nobody.
         self.listeners: tuple[weakref.ref[PolicyListener], ...] = ()
+
+    def current(self) -> SelectionPolicy | None:
+        """Return the policy in force, None where the environment must be read first."""
+        return self.chosen or self.from_environment
 
     def each_listener(self) -> list[PolicyListener]:
         return [listener for ref in self.listeners if (listener := ref()) is not None]
@@ -286,6 +291,7 @@ class _Global:
         with self.lock:
             self.refuse_while_frozen(what)
             self.chosen = policy
+            self.changes += 1
             if policy is None:
                 self.from_environment = None
         for listener in self.each_listener():
@@ -308,20 +314,23 @@ def global_policy() -> SelectionPolicy:
     Raises:
         PolicyError: the environment, or the file that it names, is wrong.
     """
-    with _global.lock:
-        if _global.chosen is not None:
-            return _global.chosen
-        if _global.from_environment is None:
-            from vllm_fl.dispatch._config import policy_from_environment
+    while True:
+        changes, found = _global.changes, _global.current()
+        if found is not None:
+            return found
+        # Imported and read without the lock, and perhaps by two threads.
+        from vllm_fl.dispatch._config import policy_from_environment
 
-            _global.from_environment = policy_from_environment()
-        return _global.from_environment
+        read = policy_from_environment()
+        with _global.lock:
+            if changes == _global.changes and _global.from_environment is None:
+                _global.from_environment = read
 
 
 def publish_if_current(policy: SelectionPolicy, publish: Callable[[], None]) -> bool:
     """Call ``publish`` if ``policy`` is in force, before it can be changed; say whether it was."""
     with _global.lock:
-        if policy is not (_context.get() or global_policy()):
+        if policy is not (_context.get() or _global.current()):
             return False
         publish()
         return True

@@ -179,20 +179,26 @@ class OpRegistry:
         Raises:
             RegistrationError: naming everything that is wrong.
         """
-        with self._lock:
-            now = self._snapshot.without(origin) if origin else self._snapshot
+        while True:
+            before = self._snapshot
+            # Without the lock: a look at a function may run code of its module's.
+            now = before.without(origin) if origin else before
             declared = dict(now.operators)
             problems = [problem for op in operators if (problem := _add_operator(declared, op))]
             by_op = dict(now.impls_by_op)
             problems += [problem for impl in impls if (problem := _add_impl(by_op, declared, impl))]
             if problems:
                 raise RegistrationError("\n".join(problems))
-            self._snapshot = OpRegistrySnapshot(
+            after = OpRegistrySnapshot(
                 MappingProxyType(by_op),
                 MappingProxyType(declared),
                 now.backends + backends,
                 now.version + 1,
             )
+            with self._lock:
+                if self._snapshot is before:
+                    self._snapshot = after
+                    break
         for ref in self._listeners:
             listener = ref()
             if listener is not None:
