@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from engine import Server
 
 
+#: The operator of each of the vendor's implementations, and what those that write do.
+_OF_ANOTHER = {"writes": "rms_norm", "lacks": "rms_norm"}
+
+
 def _drill(evidence: Evidence, how: str, **more: str) -> Mapping[str, str]:
-    order = f"silu_and_mul=impl:vendor.drill.{how}|reference"
+    order = f"{_OF_ANOTHER.get(how, 'silu_and_mul')}=impl:vendor.drill.{how}|reference"
     return evidence.env("drill_vendor", VLLM_FL_PER_OP=order, VLLM_FL_PREFER="reference", **more)
 
 
@@ -76,6 +80,9 @@ def test_one_that_raises_at_its_hundredth_call(qwen3: Checkpoint, evidence: Evid
         ("raises", {"VLLM_FL_STRICT": "1"}, "RuntimeError: kernel launch failed at call 100"),
         # Another implementation would only hide it: the same as with a kernel of vLLM's own.
         ("memory", {}, "torch.OutOfMemoryError: out of memory. Tried"),
+        # It has written its arguments, and the copies were for its first success only.
+        ("writes", {}, "rms_norm: vendor.drill.writes may have written x, residual, so no other"),
+        ("lacks", {}, "which does not promise that x, residual is unchanged, so no other"),
     ],
 )
 def test_one_whose_failure_ends_the_engine(
@@ -98,13 +105,26 @@ def test_one_whose_failure_ends_the_engine(
     assert error in server.log
     assert "drill_vendor.py" in server.log
     assert " is set aside" not in server.log
-    assert ("silu_and_mul", f"vendor.drill.{how}") in evidence.calls()
+    op_name = _OF_ANOTHER.get(how, "silu_and_mul")
+    assert (op_name, f"vendor.drill.{how}") in evidence.calls()
     # What the log says to whoever reads it, done: the next start leaves that implementation out.
     after = Evidence(evidence.folder.with_name("after"))
-    env = {**env, **after.env(VLLM_FL_PER_OP="silu_and_mul=reference")}
+    env = {**env, **after.env(VLLM_FL_PER_OP=f"{op_name}=reference")}
     result = run_vllm(qwen3, env=env).checked()
     assert result.tokens == qwen3.golden
-    assert ("silu_and_mul", "reference.torch") in after.calls()
+    assert (op_name, "reference.torch") in after.calls()
+
+
+@pytest.mark.parametrize("how", ["writes", "lacks"])
+def test_one_that_writes_and_never_succeeds(qwen3: Checkpoint, evidence: Evidence, how: str) -> None:
+    """Until a first success the next one gets what the first got, and every answer is right."""
+    env = _drill(evidence, how, DRILL_CALLS="0")
+    result = run_vllm(qwen3, env=env).checked()
+    assert result.tokens == qwen3.golden
+    calls = evidence.calls()
+    assert calls["rms_norm", "reference.torch"] > 0
+    # What a missing kernel raises says "not for these inputs": for that call only.
+    assert (" is set aside" in result.log) == (how == "writes")
 
 
 def test_one_that_returns_nan(qwen3: Checkpoint, evidence: Evidence) -> None:

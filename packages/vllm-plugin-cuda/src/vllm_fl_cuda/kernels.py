@@ -17,6 +17,8 @@ import functools
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl.dispatch import RefusedBeforeWriting
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -100,7 +102,7 @@ class Kernel:
         load()
         overload = self._overload()
         if overload is None:
-            raise NotImplementedError(f"{vllm_version()} has no {self}")
+            raise RefusedBeforeWriting(f"{vllm_version()} has no {self}")
         self.call = self._bound(overload)
         return self.call(*args)
 
@@ -138,9 +140,9 @@ class Kernel:
         def narrowed(*args: Any) -> Any:
             for place in refuses_none:
                 if args[place] is None:
-                    raise NotImplementedError(f"{self} of this vLLM takes no None as {schema[place].name}")
+                    raise RefusedBeforeWriting(f"{self} of this vLLM takes no None as {schema[place].name}")
             if any(value is not None for value in args[kept:]):
-                raise NotImplementedError(f"{self} of this vLLM takes {kept} arguments")
+                raise RefusedBeforeWriting(f"{self} of this vLLM takes {kept} arguments")
             return overload(*args[:kept], **fillers)
 
         return narrowed

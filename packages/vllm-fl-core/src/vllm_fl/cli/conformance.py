@@ -15,7 +15,7 @@ from typing import Any
 from vllm_fl.cli.output import ExitCode
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
-from vllm_fl.dispatch._runtime import is_fatal
+from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch.backend import describe
 
 if TYPE_CHECKING:

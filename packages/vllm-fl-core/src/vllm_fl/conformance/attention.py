@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 from vllm_fl.conformance.result import Result
 from vllm_fl.conformance.result import Status
-from vllm_fl.dispatch._runtime import is_fatal
+from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch.backend import describe
 
 if TYPE_CHECKING:

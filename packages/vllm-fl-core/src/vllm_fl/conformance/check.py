@@ -23,7 +23,9 @@ from vllm_fl.conformance.tensors import tensors_of
 from vllm_fl.conformance.tensors import threads
 from vllm_fl.conformance.tensors import threads_for
 from vllm_fl.conformance.tensors import written
-from vllm_fl.dispatch._runtime import is_fatal
+from vllm_fl.dispatch import RefusedBeforeWriting
+from vllm_fl.dispatch._fatal import is_fatal
+from vllm_fl.dispatch._predicate import as_bool
 from vllm_fl.dispatch.backend import describe
 
 if TYPE_CHECKING:
@@ -128,7 +130,9 @@ def _examined(
     touched = written(made, arguments, ())
     if touched:
         return _failed(f"supports wrote {', '.join(touched)}")
-    if answer is not True and not (isinstance(answer, str) and answer):
+    if as_bool(answer) is True:
+        answer = True
+    elif not (isinstance(answer, str) and answer):
         return _failed(f"supports returned {answer!r}; it must say in a sentence why not")
     try:
         with torch.inference_mode():
@@ -137,6 +141,11 @@ def _examined(
         touched = written(made, arguments, ())
         if touched:
             return _failed(f"refused, and had written {', '.join(touched)}")
+        if dispatched.writes and not isinstance(error, RefusedBeforeWriting):
+            return _failed(
+                f"raised {describe(error)}, and may write {', '.join(dispatched.writes)}: to refuse, such "
+                "a one answers so by supports, or raises RefusedBeforeWriting"
+            )
         return _Outcome(Status.REFUSED, Verdict(note=answer if isinstance(answer, str) else str(error)))
     if answer is not True:
         return _failed("supports refused, and the dispatch ran it all the same")

@@ -8,12 +8,10 @@ wraps one of them in :mod:`vllm_fl.integration`):
     fall back to.
 *guard*
     a function with the operator's own signature that calls the first candidate,
-    and on a refusal or a failure the guard of the rest. The list "When one
-    fails" in :mod:`vllm_fl.dispatch.manager` says when.
+    and on a refusal or a failure the guard of the rest. The list "When one fails"
+    in :mod:`vllm_fl.dispatch.manager` says when.
 
-Guards are generated from the signature, as dataclasses are: a function that
-takes ``x`` and passes ``x`` costs a third of one that takes ``*args`` and passes
-``*args``. What Dynamo traces holds no lock, logger, clock or ``add_note``.
+What Dynamo traces holds no lock, logger, clock or ``add_note``.
 """
 
 from __future__ import annotations
@@ -24,10 +22,17 @@ from typing import TYPE_CHECKING
 from typing import Any
 from typing import Protocol
 
+from vllm_fl.dispatch import _predicate
 from vllm_fl.dispatch import _runtime
+from vllm_fl.dispatch._fatal import is_fatal
+from vllm_fl.dispatch._generate import GUARD
+from vllm_fl.dispatch._generate import generated
+from vllm_fl.dispatch._refusal import is_promised
+from vllm_fl.dispatch.errors import RefusedBeforeWriting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Iterable
     from collections.abc import Sequence
 
     from vllm_fl.dispatch.declaration import Operator
@@ -44,6 +49,9 @@ class Failures(Protocol):
 
     def prove(self, op_name: str, impl_id: str) -> None:
         """Note its first success."""
+
+    def bad_answer(self, op_name: str, impl_id: str, answer: str) -> None:
+        """Note that its predicate returned neither a bool nor a sentence."""
 
 
 @dataclass(frozen=True)
@@ -65,55 +73,6 @@ class Candidate:
     traceable: bool = False
 
 
-def _generated(
-    operator_name: str, signature: inspect.Signature | None, body: str, names: dict[str, Any]
-) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], None]]:
-    """Compile a function with the operator's signature; ``{call}`` passes everything on.
-
-    Every name that it uses begins with an underscore, so that an operator may
-    call a parameter ``first``. Returns the function and a setter of ``_first``.
-    """
-    names = dict(names)
-    if signature is None:
-        head, call, packed = "*args, **kwargs", "*args, **kwargs", "args, kwargs"
-    else:
-        heads: list[str] = []
-        calls: list[str] = []
-        positional: list[str] = []
-        keywords: list[str] = []
-        for parameter in signature.parameters.values():
-            name = parameter.name
-            keyword_only = parameter.kind is parameter.KEYWORD_ONLY
-            if keyword_only and "*" not in heads:
-                heads.append("*")
-            if parameter.default is parameter.empty:
-                heads.append(name)
-            else:
-                names[f"_default_of_{name}"] = parameter.default
-                heads.append(f"{name}=_default_of_{name}")
-            calls.append(f"{name}={name}" if keyword_only else name)
-            (keywords if keyword_only else positional).append(name)
-        head, call = ", ".join(heads), ", ".join(calls)
-        items = ", ".join(f"{name!r}: {name}" for name in keywords)
-        packed = f"({''.join(name + ', ' for name in positional)}), {{{items}}}"
-    lines = body.format(call=call, packed=packed).splitlines()
-    source = "\n".join(
-        [
-            f"def make({', '.join({'_first': None, **names})}):",
-            f"    def {operator_name}({head}):",
-            *("        " + line for line in lines),
-            "    def _set_first(new):",
-            "        nonlocal _first",
-            "        _first = new",
-            f"    return {operator_name}, _set_first",
-        ]
-    )
-    namespace: dict[str, Any] = {"__name__": __name__}
-    exec(compile(source, f"<vllm-fl guard of {operator_name}>", "exec"), namespace)  # noqa: S102
-    made: tuple[Callable[..., Any], Any] = namespace["make"](**{"_first": None, **names})
-    return made
-
-
 # `_tried` says whose exception it is: by the time that it is looked at, another
 # thread may have replaced `_first`.
 _GUARD = """\
@@ -126,83 +85,13 @@ except Exception as _error:
 _GUARD_WITH_PREDICATE = """\
 _tried = None
 try:
-    if _supports({call}) is True:
+    _answer = _supports({call})
+    if _answer is True or _agrees(_answer):
         _tried = _first
         return _tried({call})
 except Exception as _error:
     return _recover(_error, _tried, {packed})
 return _rest({call})"""
-
-
-def adapt(
-    operator: Operator | None, fn: Callable[..., Any], *, is_predicate: bool = False
-) -> Callable[..., Any]:
-    """Return ``fn`` taking every argument of the contract.
-
-    That is ``fn`` itself where it does, with the contract's defaults. An optional
-    parameter that it lacks (it was written from an older contract) is dropped
-    where it is a hint; where it is not, any value but the default is refused. A
-    predicate may lack any: it does not look at them.
-    """
-    if operator is None:
-        return fn
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return fn
-    wanted = operator.signature.parameters
-    if is_predicate and _takes_all(signature, operator.signature):
-        return fn
-    has = signature.parameters
-    kinds = {p.kind for p in has.values()}
-    if {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
-        return fn
-    places = [n for n, p in has.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    lacks: list[str] = []
-    passed: list[str] = []
-    by_name: list[str] = []
-    is_as_wanted = True
-    for name, parameter in wanted.items():
-        its = places[len(passed)] if len(passed) < len(places) else None
-        takes_more = its is None and inspect.Parameter.VAR_POSITIONAL in kinds and name not in has
-        if parameter.kind is not parameter.KEYWORD_ONLY and (its == name or takes_more):
-            passed.append(name)
-            is_as_wanted &= not takes_more
-        elif name in has or inspect.Parameter.VAR_KEYWORD in kinds:
-            by_name.append(f"{name}={name}")
-            is_as_wanted &= parameter.kind is parameter.KEYWORD_ONLY
-        else:
-            lacks.append(name)
-        if name in has and parameter.default is not parameter.empty:
-            is_as_wanted &= bool(has[name].default == parameter.default)
-    # A positional-only parameter has no name in a call, and the contract gives it one.
-    if is_as_wanted and not lacks and inspect.Parameter.POSITIONAL_ONLY not in kinds:
-        return fn
-    lines, names = [], {}
-    for name in lacks:
-        if is_predicate or name in operator.hints:
-            continue
-        default = wanted[name].default
-        differs = "is not" if default is None or isinstance(default, bool) else "!="
-        names[f"_refusal_of_{name}"] = (
-            f"{getattr(fn, '__qualname__', fn)} does not take {name!r}, so only its default {default!r}"
-        )
-        lines.append(f"if {name} {differs} _default_of_{name}:")
-        lines.append(f"    raise NotImplementedError(_refusal_of_{name})")
-    lines.append(f"return _first({', '.join(passed + by_name)})")
-    adapted, set_first = _generated(operator.name, operator.signature, "\n".join(lines), names)
-    set_first(fn)
-    return adapted
-
-
-def _takes_all(signature: inspect.Signature, wanted: inspect.Signature) -> bool:
-    """Whether the arguments of ``wanted`` bind, whatever ``signature`` calls them."""
-    keyword_only = [n for n, p in wanted.parameters.items() if p.kind is p.KEYWORD_ONLY]
-    try:
-        signature.bind(*[None] * (len(wanted.parameters) - len(keyword_only)), **dict.fromkeys(keyword_only))
-    except TypeError:
-        return False
-    return True
 
 
 class _Level:
@@ -229,6 +118,17 @@ class _Level:
         self.is_tracing = _runtime.tracing_probe()
         self.set_first: Callable[[Callable[..., Any]], None] = lambda _: None
 
+    def agrees(self, answer: Any) -> bool:
+        """Whether a predicate's answer, which is not True itself, means yes."""
+        if isinstance(answer, str) and answer:
+            return False
+        if self.is_tracing():
+            # What is compared of symbolic shapes is a bool to Dynamo, and never `is True`.
+            return bool(answer) if isinstance(answer, bool) else isinstance(answer, int) and answer == 1
+        if _predicate.as_bool(answer) is None:
+            self.failures.bad_answer(self.name, self.candidate.impl_id, _predicate.shown(answer))
+        return _predicate.as_bool(answer) is True
+
     def recover(
         self,
         error: Exception,
@@ -237,15 +137,18 @@ class _Level:
         kwargs: dict[str, Any],
     ) -> Any:
         """Apply the list "When one fails" to what ``tried``, or None for the predicate, raised."""
-        if self.rest is None:
-            raise error
+        rest = self.rest
+        if rest is None or (tried is rest and tried is not self.candidate.fn):
+            raise error  # nothing is left, or the list has been applied to it
+        is_unwritten = tried is None or not self.candidate.writes
         if self.is_tracing():
-            if isinstance(error, NotImplementedError):
-                return self.rest(*args, **kwargs)
+            # Operations that were traced before it raised stay in the graph.
+            if isinstance(error, NotImplementedError if is_unwritten else RefusedBeforeWriting):
+                return rest(*args, **kwargs)
             raise error
         if tried is not None and tried is not self.candidate.fn:
             raise error  # `insured`, or the rest: the list has been applied to it
-        return self._recover_eagerly(self.rest, error, args, kwargs, is_unwritten=tried is None)
+        return self._recover_eagerly(rest, error, args, kwargs, is_unwritten=is_unwritten)
 
     def _recover_eagerly(
         self,
@@ -256,32 +159,56 @@ class _Level:
         *,
         is_unwritten: bool,
     ) -> Any:
-        refused = isinstance(error, NotImplementedError)
+        """Try the rest, where that is right.
+
+        Args:
+            rest: the guard of the rest.
+            error: what the candidate raised.
+            args: the operator's arguments.
+            kwargs: its keyword-only arguments.
+            is_unwritten: the arguments are as they were, whatever the candidate did.
+        """
+        if is_fatal(error):
+            raise error
+        refused = isinstance(error, NotImplementedError) and (is_unwritten or is_promised(error))
         if not refused:
             self._raise_what_must_not_be_retried(error, args, kwargs, is_unwritten=is_unwritten)
         try:
             result = rest(*args, **kwargs)
         except Exception as later:
-            if _runtime.is_fatal(later):
+            if is_fatal(later):
                 raise
-            note = (
-                f"vllm-fl: {self.name}: {self.candidate.impl_id} raised {type(error).__name__}; "
-                f"the next candidate raised {type(later).__name__}: {later}"
-            )
-            for its_note in (note, *getattr(later, "__notes__", ())):
-                if its_note not in getattr(error, "__notes__", ()):
-                    error.add_note(its_note)
+            if _says_less(later, error):
+                _add_notes(later, [f"before it, {self._raised(error)}"])
+                raise
+            notes = getattr(later, "__notes__", ())
+            what = f"{type(later).__name__}: {_predicate.text_of(later)}"
+            _add_notes(error, [f"{self._raised(error)}; the next candidate raised {what}"])
+            _add_notes(error, notes, prefix="")
         else:
             if not refused:
                 self.set_first(rest)
                 self.failures.set_aside(self.name, self.candidate.impl_id, error)
+            error.__traceback__ = None  # it may be one object that is raised again and again
             return result
         raise error  # out here, so that `later` does not become its context
+
+    def _raised(self, error: Exception) -> str:
+        return f"{self.name}: {self.candidate.impl_id} raised {type(error).__name__}"
 
     def _raise_what_must_not_be_retried(
         self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_unwritten: bool
     ) -> None:
-        if self.strict or _runtime.is_fatal(error) or self._is_the_callers(error, args, kwargs):
+        if self.strict or self._is_the_callers(error, args, kwargs):
+            raise error
+        if isinstance(error, NotImplementedError):
+            note = (
+                f"{self._raised(error)}, which does not promise that {', '.join(self.candidate.writes)} "
+                "is unchanged, so no other implementation is tried. One that may write says 'not for these "
+                "inputs' by `supports`, or raises vllm_fl.dispatch.RefusedBeforeWriting itself before it "
+                f"writes. To choose another: VLLM_FL_PER_OP='{self.name}=...'."
+            )
+            _add_notes(error, [note])
             raise error
         if _runtime.is_capturing() or _runtime.is_one_of_several_ranks():
             error.add_note(
@@ -289,7 +216,7 @@ class _Level:
                 "is tried while a graph is captured, or by one rank of several."
             )
             raise error
-        if self.candidate.writes and not is_unwritten:
+        if not is_unwritten:
             error.add_note(
                 f"vllm-fl: {self.name}: {self.candidate.impl_id} may have written "
                 f"{', '.join(self.candidate.writes)}, so no other implementation is tried. "
@@ -322,20 +249,37 @@ class _Level:
                 return fn(*args, **kwargs)
             by_name = {**dict(zip(places, args, strict=True)), **kwargs}
             values = [by_name[name] for name in written]
-            insurable = all(map(_runtime.can_be_saved, values)) and not _runtime.is_capturing()
-            saved = [_runtime.save(value) for value in values] if insurable else []
+            copies = None if _runtime.is_capturing() else _runtime.copies_of(values)
             try:
                 result = fn(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - raised again unless the rest succeeds
-                if insurable and not isinstance(error, NotImplementedError) and not _runtime.is_fatal(error):
-                    for value, copy in zip(values, saved, strict=True):
-                        _runtime.restore(value, copy)
-                return self._recover_eagerly(rest, error, args, kwargs, is_unwritten=insurable)
+                is_put_back = False
+                if copies is not None and not is_fatal(error):
+                    problem = _runtime.put_back(values, copies)
+                    is_put_back = problem is None
+                    if problem is not None:
+                        _add_notes(error, [f"{self.name}: the arguments cannot be put back: {problem}"])
+                return self._recover_eagerly(rest, error, args, kwargs, is_unwritten=is_put_back)
             self.failures.prove(self.name, self.candidate.impl_id)
             self.set_first(fn)
             return result
 
         return insured
+
+
+def _says_less(later: Exception, error: Exception) -> bool:
+    """Whether ``later`` promises less of the arguments than ``error``: then it is what is raised.
+
+    A refusal that is raised means to whoever gets it that nothing was written.
+    """
+    promises = (RefusedBeforeWriting, NotImplementedError)
+    return sum(isinstance(later, one) for one in promises) < sum(isinstance(error, one) for one in promises)
+
+
+def _add_notes(error: Exception, notes: Iterable[str], prefix: str = "vllm-fl: ") -> None:
+    for note in notes:
+        if prefix + note not in getattr(error, "__notes__", ()):
+            error.add_note(prefix + note)
 
 
 def build(
@@ -357,9 +301,10 @@ def build(
         level = _Level(name, operator, candidate, rest, failures, strict=strict)
         names: dict[str, Any] = {"_recover": level.recover}
         if candidate.supports is not None:
-            names |= {"_supports": candidate.supports, "_rest": rest or _exhausted(name, candidates)}
+            names |= {"_supports": candidate.supports, "_agrees": level.agrees}
+            names |= {"_rest": rest or _exhausted(name, candidates)}
         body = _GUARD if candidate.supports is None else _GUARD_WITH_PREDICATE
-        function, level.set_first = _generated(name, signature, body, names)
+        function, level.set_first = generated(GUARD, name, signature, body, names)
         function.__doc__ = operator.doc if operator else None
         is_new = bool(candidate.writes) and not failures.is_proven(name, candidate.impl_id)
         # Of an operator that nobody declared, the written arguments cannot be told.
@@ -379,8 +324,9 @@ def form(candidates: Sequence[Candidate], *, strict: bool) -> str:
 
 def _exhausted(name: str, candidates: Sequence[Candidate]) -> Callable[..., Any]:
     def exhausted(*args: Any, **kwargs: Any) -> Any:
-        answers = [(c.impl_id, c.supports(*args, **kwargs)) for c in candidates if c.supports is not None]
-        reasons = "; ".join(f"{impl_id}: {answer}" for impl_id, answer in answers if answer is not True)
-        raise NotImplementedError(f"no implementation of {name} takes these arguments: {reasons}")
+        asked = [(c.impl_id, c.supports) for c in candidates if c.supports is not None]
+        reasons = [(impl_id, _predicate.refusal(ask, args, kwargs)) for impl_id, ask in asked]
+        listed = "; ".join(f"{impl_id}: {reason}" for impl_id, reason in reasons if reason)
+        raise RefusedBeforeWriting(f"no implementation of {name} takes these arguments: {listed}")
 
     return exhausted

@@ -10,21 +10,11 @@ import sys
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl.dispatch._predicate import text_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-_OUT_OF_MEMORY = ("OutOfMemoryError",)
-_DEAD_DEVICE = ("AcceleratorError", "DeviceLostError")
-_MESSAGES = (
-    "out of memory",
-    "device-side assert",
-    "illegal memory access",
-    "illegal instruction",
-    "misaligned address",
-    "unspecified launch failure",
-    "device lost",
-    "device is lost",
-)
+    from collections.abc import Sequence
 
 
 def _never() -> bool:
@@ -70,28 +60,31 @@ def has_accelerator() -> bool:
     return bool(accelerator is not None and accelerator.is_available())
 
 
-def is_fatal(error: BaseException) -> bool:
-    """Whether running another implementation would only hide a failed device."""
-    if isinstance(error, MemoryError):
-        return True
-    names = {cls.__name__ for cls in type(error).__mro__}
-    if names.intersection(_OUT_OF_MEMORY + _DEAD_DEVICE):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(message in text for message in _MESSAGES)
+def copies_of(values: Sequence[Any]) -> list[Any] | None:
+    """Return copies of tensors (by duck typing), None where one of them cannot be copied or put back.
+
+    None has None for a copy.
+    """
+    if not all(value is None or (hasattr(value, "clone") and hasattr(value, "copy_")) for value in values):
+        return None
+    try:
+        return [None if value is None else _outside_autograd(value).clone() for value in values]
+    except Exception:  # noqa: BLE001 - no memory is left for it, or a subclass of its own refuses
+        return None
 
 
-def can_be_saved(value: Any) -> bool:
-    """Whether :func:`save` and :func:`restore` work on ``value``; duck-typed tensors do."""
-    return value is None or (hasattr(value, "clone") and hasattr(value, "copy_"))
+def put_back(values: Sequence[Any], copies: Sequence[Any]) -> str | None:
+    """Give tensors the values of their copies; say why that does not work, None where it does."""
+    try:
+        for value, copy in zip(values, copies, strict=True):
+            if copy is not None:
+                _outside_autograd(value).copy_(copy)
+    except Exception as error:  # noqa: BLE001 - what the implementation raised is what counts
+        return text_of(error)
+    return None
 
 
-def save(value: Any) -> Any:
-    """Return a copy of a tensor; None of what is no tensor."""
-    return value.clone() if hasattr(value, "clone") else None
-
-
-def restore(value: Any, saved: Any) -> None:
-    """Put a saved tensor back where it was."""
-    if saved is not None:
-        value.copy_(saved)
+def _outside_autograd(value: Any) -> Any:
+    """Return the same memory, of which autograd knows nothing: a leaf that requires grad is not written."""
+    detach = getattr(value, "detach", None)
+    return value if detach is None else detach()

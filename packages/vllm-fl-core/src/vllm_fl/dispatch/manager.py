@@ -27,26 +27,30 @@ table names its operator.
 When one fails
 ==============
 
-1. "Not for these inputs" (``supports`` says no, or ``NotImplementedError``,
-   which promises that nothing was written) moves to the next candidate, for this
-   call only.
+1. "Not for these inputs" moves to the next candidate, for this call only. It is said
+   by ``supports``; by ``NotImplementedError`` of an implementation that writes none of
+   its arguments; or by ``RefusedBeforeWriting``, whose name promises that nothing was
+   written. The promise is the implementation's own: where it calls another operator,
+   that one's refusal is an exception like any other.
 2. A fault of the caller (arguments that do not bind, an unknown operator) is
    raised as it is.
 3. Out of memory, a dead device, a signal: raised as they are.
-4. Any other exception of an operator that writes none of its arguments: with
+4. Any other exception of an implementation that writes none of its arguments: with
    ``strict`` it is raised; otherwise the next candidate runs, and only if it
    succeeds on the same arguments is the first set aside for that operator (until
    a policy is set or it is cleared), with one warning. If all raise, nothing is
    set aside.
-5. An operator that writes its arguments is run again only when they can be put
-   back: until an implementation's first success, from copies. Afterwards the
-   exception is raised, with a note.
+5. After an implementation that writes its arguments the next candidate runs only when
+   they can be put back: until its first success, from copies. Afterwards the exception
+   is raised, with a note. ``NotImplementedError`` is such an exception, since torch
+   raises it from the middle of a kernel too; until the first success it sets nothing
+   aside.
 6. When nothing is left, the first exception is raised, of its own type, with the
-   others as notes.
-7. Rules 4 and 5 never hold during tracing or graph capture, nor with more than
-   one rank: there the exception is raised. With ``strict``, an implementation
-   that has no predicate is called without a guard, so that its
-   ``NotImplementedError`` is raised too.
+   others as notes. A refusal gives way to a later exception that promises less.
+7. During tracing or graph capture, and with more than one rank, the exceptions of
+   rules 4 and 5 are raised; with ranks, until a first success, ``NotImplementedError``
+   is not. With ``strict``, no copies are made, and an implementation that has no
+   predicate is called without a guard, so that its refusal is raised too.
 
 The code of the second list is in :mod:`vllm_fl.dispatch._guard`.
 
@@ -88,6 +92,8 @@ from vllm_fl.dispatch._guard import Candidate
 from vllm_fl.dispatch._known import check_names
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._log import level_from_environment
+from vllm_fl.dispatch._refusal import note_entrance
+from vllm_fl.dispatch._refusal import note_handed_out
 from vllm_fl.dispatch._work import Work
 from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.backend import provisional_answers
@@ -162,6 +168,7 @@ class OpManager:
         self._failed: dict[str, dict[str, str]] = {}
         self._proven: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
+        self._bad_answers: set[tuple[str, str]] = set()
         self._checked: SelectionPolicy | None = None
         self._ready_in = 0
         self._table = _Table(self, None)
@@ -197,7 +204,9 @@ class OpManager:
         """
         policy = _context_policy()
         table = self._table if policy is None else self._context_table(policy)
-        return table[op_name]  # type: ignore[no-any-return]
+        function: Callable[..., Any] = table[op_name]
+        note_handed_out(function)
+        return function
 
     def _context_table(self, policy: SelectionPolicy) -> _Table:
         table = self._context_tables.get(id(policy))
@@ -454,6 +463,23 @@ class OpManager:
             exc_info=error,
         )
 
+    def bad_answer(self, op_name: str, impl_id: str, answer: str) -> None:
+        """Say once that a predicate returns what is neither a bool nor a sentence."""
+        with self._lock:
+            if (op_name, impl_id) in self._bad_answers:
+                return
+            self._bad_answers.add((op_name, impl_id))
+        impls = self.snapshot().impls_by_op.get(op_name, ())
+        origin = next((impl.origin for impl in impls if impl.impl_id == impl_id and impl.origin), None)
+        logger.warning(
+            "the predicate of %s%s for %s returned %s. It must return True, or a sentence that says why not; "
+            "this counts as a refusal. Report it to its authors.",
+            impl_id,
+            f" ({origin})" if origin else "",
+            op_name,
+            answer,
+        )
+
     def is_proven(self, op_name: str, impl_id: str) -> bool:
         """Whether an implementation has succeeded once in this process."""
         return (op_name, impl_id) in self._proven
@@ -568,6 +594,7 @@ class OpManager:
         self._failed = {}
         self._proven = set()
         self._warned = set()
+        self._bad_answers = set()
         self._ready_in = 0
         self._discovery = None
         self._new_tables()
@@ -682,3 +709,8 @@ def resolve_op(op_name: str) -> Callable[..., Any]:
         PolicyError: the configuration is wrong.
     """
     return get_default_manager().resolve(op_name)
+
+
+# An implementation may call another operator: its exceptions pass through these.
+note_entrance(OpManager.call)
+note_entrance(call_op)

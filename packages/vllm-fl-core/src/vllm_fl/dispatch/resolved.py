@@ -10,6 +10,7 @@ from typing import Any
 from vllm_fl.dispatch import _guard
 from vllm_fl.dispatch import decision as status
 from vllm_fl.dispatch import trace
+from vllm_fl.dispatch._binding import adapt
 from vllm_fl.dispatch._known import install_hint
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch.tuned import by_shape
@@ -79,8 +80,8 @@ def build(
         writes = impl.writes
         if writes is None:
             writes = operator.mutates if operator else ()
-        fn = trace.recorded(op_name, impl.impl_id, _guard.adapt(operator, impl.load()))
-        supports = impl.supports and _guard.adapt(operator, impl.supports, is_predicate=True)
+        fn = trace.recorded(op_name, impl.impl_id, adapt(operator, impl.load()))
+        supports = impl.supports and adapt(operator, impl.supports, is_predicate=True)
         candidate = _guard.Candidate(impl.impl_id, fn, supports, writes, impl.traceable)
         candidates.append(wrap(candidate) if wrap else candidate)
     if only_traceable and candidates[0].traceable:

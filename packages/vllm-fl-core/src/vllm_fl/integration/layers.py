@@ -21,8 +21,8 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._config import names_variable
+from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch._known import faster_wheels
-from vllm_fl.dispatch._runtime import is_fatal
 from vllm_fl.dispatch._runtime import is_one_of_several_ranks
 from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.types import NATIVE

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from vllm_fl.dispatch import RefusedBeforeWriting
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -111,7 +113,7 @@ def opaque(operator: Operator, resolved: Resolved) -> Callable[..., Any]:
                 return result
             returned = tuple(values[name] for name in form.result)
             return returned if len(returned) > 1 else returned[0]
-        raise NotImplementedError(f"no torch form of {operator.name} takes these arguments")
+        raise RefusedBeforeWriting(f"no torch form of {operator.name} takes these arguments")
 
     return call
 
