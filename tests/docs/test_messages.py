@@ -58,7 +58,7 @@ def compare(known: list[str], logged: set[str]) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_warnings_and_errors(page: Path) -> None:
-    logged = messages("logger.warning", "logger.error")
+    logged = messages("logger.warning", "logger.error", "warn_once")
     assert len(logged) > 15
     compare(rows(page, columns=3), logged)
 

@@ -35,6 +35,7 @@ _KEYS = {
     "deny_vendors": "vendors that are never chosen",
     "op_backends": "operators' own orders; what an order does not list is not tried",
     "tuned": "a tuned table's file, named from the policy file's folder",
+    "defaults": "packaged, or none: leave out the defaults that the available vendor's wheel brings",
 }
 
 

@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 KINDS = "flagos, vendor, reference, native"
 TOKENS = f"{KINDS}, vendor:<name>, impl:<impl_id>"
 BOOLEANS = "1/0, true/false, yes/no, on/off"
-KEYS = "prefer, strict, allow_vendors, deny_vendors, tuned, op_backends"
+KEYS = "prefer, strict, allow_vendors, deny_vendors, tuned, defaults, op_backends"
+MIXED = (
+    "must have a + before every name (they are added to the packaged ones) or before none "
+    "(they replace them);"
+)
 FORM = "is not of the form 'op=a|b;op2=x'."
 
 #: A variable, its value, and the whole message.
@@ -82,9 +86,18 @@ VARIABLES = [
     ("ALLOW_VENDORS", "cuda,ascend,cuda", "names 'cuda' twice."),
     ("ALLOW_VENDORS", "cuda;ascend", "unknown vendor 'cuda;ascend'."),
     ("ALLOW_VENDORS", "CUDA", "unknown vendor 'CUDA'. Did you mean 'cuda'?"),
-    ("DENY_VENDORS", "vendor:cuda", "unknown vendor 'vendor:cuda'."),
     ("DENY_VENDORS", "cuda, cuda", "names 'cuda' twice."),
-    ("DENY_VENDORS", "acsend", "unknown vendor 'acsend'. Did you mean 'ascend'?"),
+    ("DENY_VENDORS", "vendor:cuda", "unknown vendor 'vendor:cuda'."),
+    ("DENY_VENDORS", "cuda;ascend", "unknown vendor 'cuda;ascend'."),
+    ("DENY_VENDORS", "+CUDA", "unknown vendor 'CUDA'. Did you mean 'cuda'?"),
+    ("DENY_VENDORS", "cuda.fast", "unknown vendor 'cuda.fast'. Did you mean 'cuda'?"),
+    ("DENY_VENDORS", "+cuda,ascend", f"deny_vendors {MIXED} 'ascend' has none."),
+    ("ALLOW_VENDORS", "cuda,+ascend", f"allow_vendors {MIXED} 'cuda' has none."),
+    ("ALLOW_VENDORS", "+cudda", "unknown vendor 'cudda'. Did you mean 'cuda'?"),
+    ("DENY_VENDORS", "+", "deny_vendors must hold vendor names, not '+'."),
+    ("DENY_VENDORS", "+cuda,+cuda", "names '+cuda' twice."),
+    ("DEFAULTS", "nome", "defaults must be one of packaged, none, not 'nome'. Did you mean 'none'?"),
+    ("DEFAULTS", "0", "defaults must be one of packaged, none, not '0'."),
     ("PLUGINS", "referense", "no plugin 'referense' is installed; installed are none."),
     ("PLUGINS", "a,a", "names 'a' twice."),
     ("PLUGINS", "a,", "must hold names, not ''."),
@@ -134,13 +147,21 @@ FILES = [
     ("strict:\n", "{file}:1: strict must be one of " + BOOLEANS + ", not None."),
     ("strict: [on]\n", "{file}:1: strict must be one of " + BOOLEANS + ", not [True]."),
     # Vendors.
-    ("allow_vendors: []\n", "{file}:1: allow_vendors names nothing; leave it out to allow everything."),
-    ("deny_vendors: []\n", "{file}:1: deny_vendors names nothing; leave it out to allow everything."),
+    ("allow_vendors: []\n", "{file}:1: allow_vendors names nothing; leave it out."),
+    ("deny_vendors: []\n", "{file}:1: deny_vendors names nothing; leave it out."),
     ("deny_vendors: {cuda: yes}\n", "{file}:1: deny_vendors must be a list of names, not {{'cuda': True}}."),
     ("deny_vendors:\n", "{file}:1: deny_vendors must be a list of names, not None."),
     ("deny_vendors: [cuda, 1]\n", "{file}:1: deny_vendors must hold names, not 1."),
     ("deny_vendors: [cuda, cuda]\n", "{file}:1: deny_vendors names 'cuda' twice."),
-    ("strict: on\ndeny_vendors: [cudda]\n", "{file}:2: unknown vendor 'cudda'. Did you mean 'cuda'?"),
+    (
+        "strict: on\ndeny_vendors: [+cuda, ascend]\n",
+        "{file}:2: deny_vendors " + MIXED + " 'ascend' has none.",
+    ),
+    ("deny_vendors: ['+']\n", "{file}:1: deny_vendors must hold vendor names, not '+'."),
+    ("allow_vendors: +cudda\n", "{file}:1: unknown vendor 'cudda'. Did you mean 'cuda'?"),
+    ("strict: on\ndefaults:\n", "{file}:2: defaults must be one of packaged, none, not None."),
+    ("defaults: off\n", "{file}:1: defaults must be one of packaged, none, not False."),
+    ("defaults: nothing\n", "{file}:1: defaults must be one of packaged, none, not 'nothing'."),
     ("strict: on\nallow_vendors: cudda\n", "{file}:2: unknown vendor 'cudda'. Did you mean 'cuda'?"),
     (
         "allow_vendors: [cuda, ascend]\ndeny_vendors: [cuda]\n",

@@ -100,7 +100,7 @@ def _doctor(capfd: pytest.CaptureFixture[str]) -> str:
 
 
 def test_the_check_sees_a_wrong_object() -> None:
-    good = {"schema_version": 1, "generated_by": "x", "fingerprint": "f", "values": []}
+    good = {"schema_version": 1, "generated_by": "x", "fingerprint": "f", "values": [], "notes": []}
     check("policy show", good)
     for wrong in ({**good, "schema_version": 2}, {**good, "extra": 1}, {**good, "values": [{}]}):
         with pytest.raises(jsonschema.ValidationError):

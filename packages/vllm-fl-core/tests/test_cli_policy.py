@@ -19,7 +19,7 @@ from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch import with_preference
-from vllm_fl.dispatch.selection import effective
+from vllm_fl.dispatch._packaged import effective
 from vllm_fl.dispatch.types import Origin
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def test_nothing_is_set(capfd: pytest.CaptureFixture[str]) -> None:
         "strict": (False, "default"),
         "allow_vendors": (None, "default"),
         "deny_vendors": ([], "default"),
+        "defaults": ("packaged", "default"),
         "tuned": ([], "default"),
     }
 
@@ -119,6 +120,7 @@ def test_code_contexts_and_packaged_defaults() -> None:
         "strict": "code",
         "allow_vendors": "default",
         "deny_vendors": "default",
+        "defaults": "default",
         "tuned": "default",
     }
     with with_preference("native") as inner:
@@ -133,7 +135,7 @@ def test_code_contexts_and_packaged_defaults() -> None:
     registry.commit(impls=tuple(impls), backends=(backend,), origin=origin)
     snapshot = OpManager(registry).snapshot()
     packaged = "the packaged defaults of acme (vllm-plugin-acme 1.2)"
-    found = sources(effective(SelectionPolicy(takes_defaults=True), snapshot))
+    found = sources(effective(SelectionPolicy(), snapshot))
     assert found["prefer"] == packaged
     assert found["op_backends.rms_norm"] == packaged
     assert found["strict"] == "default"

@@ -57,7 +57,8 @@ right = {
         st.sampled_from(OPERATORS), orders | orders.map("|".join), min_size=1, max_size=3
     ),
     "allow_vendors": vendors | vendors.map(",".join),
-    "deny_vendors": vendors,
+    "deny_vendors": vendors | vendors.map(lambda names: [f"+{name}" for name in names]),
+    "defaults": st.sampled_from(("packaged", "none", " None ")),
 }
 documents = st.fixed_dictionaries({}, optional=right)
 
@@ -164,6 +165,7 @@ def same(policy: SelectionPolicy, document: dict[str, Any]) -> None:
     given_names = {"allow_vendors", "deny_vendors"} & set(document)
     assert policy.explicit == set(document) <= set(right)
     assert policy.prefer == str(document.get("prefer", "flagos")).strip().lower()
+    assert policy.defaults == str(document.get("defaults", "packaged")).strip().lower()
     assert policy.strict == (str(document.get("strict", "no")).lower() in ("1", "true", "yes", "on"))
     wanted = {
         op_name: [token.strip() for token in order.split("|")] if isinstance(order, str) else order
@@ -173,14 +175,15 @@ def same(policy: SelectionPolicy, document: dict[str, Any]) -> None:
     for key in given_names:
         value = document[key]
         listed = value.split(",") if isinstance(value, str) else value
-        assert getattr(policy, key) == {name.strip() for name in listed}
+        assert set(policy.to_dict()[key]) == {name.strip() for name in listed}
     assert set(policy.sources) >= set(document)
 
 
 @fuzzed
 @given(documents, st.randoms())
 def test_a_right_document_is_taken_whole(tmp_path: Path, document: dict[str, Any], random: Any) -> None:
-    allowed, denied = set(document.get("allow_vendors", ())), set(document.get("deny_vendors", ()))
+    allowed = set(document.get("allow_vendors", ()))
+    denied = {name.removeprefix("+") for name in document.get("deny_vendors", ())}
     if isinstance(document.get("allow_vendors"), str):
         allowed = {document["allow_vendors"]}
     text = yaml.safe_dump(
@@ -314,9 +317,9 @@ right_texts = (
         lambda given: ";".join(f"{op_name} = {'|'.join(order)}" for op_name, order in given.items())
     )
     | st.permutations(VENDORS).map(", ".join)
-    | st.sampled_from((*KINDS, "1", "Off", "WARNING"))
+    | st.sampled_from((*KINDS, "1", "Off", "WARNING", "none", "+cuda, +ascend"))
 )
-POLICY_VARIABLES = ("PREFER", "STRICT", "PER_OP", "ALLOW_VENDORS", "DENY_VENDORS")
+POLICY_VARIABLES = ("PREFER", "STRICT", "PER_OP", "ALLOW_VENDORS", "DENY_VENDORS", "DEFAULTS")
 OTHERS = ("CONFIG", "PREFER_ENABLED", "OOT_ENABLED", "PLUGINS", "PLUGIN_MODULES", "LOG_LEVEL")
 
 
@@ -349,9 +352,10 @@ def test_any_value_of_a_variable(name: str, value: str) -> None:
     # Nothing of the text is dropped: what is left of it, beside the punctuation, are the names.
     if is_policy and short != "STRICT":
         said = [policy.prefer] if short == "PREFER" else []
-        said += [*(policy.allow_vendors or ()), *policy.deny_vendors]
+        said += [policy.defaults] if short == "DEFAULTS" else []
+        said += [*(policy.to_dict()["allow_vendors"] or ()), *policy.to_dict()["deny_vendors"]]
         said += [text for op_name, order in policy.per_op_order for text in (op_name, *order)]
-        words = re.split(r"[,;|=]", value.lower() if short == "PREFER" else value)
+        words = re.split(r"[,;|=]", value.lower() if short in ("PREFER", "DEFAULTS") else value)
         assert sorted(filter(None, map(str.strip, words))) == sorted(said)
 
 
@@ -366,13 +370,13 @@ def test_any_value_of_a_variable(name: str, value: str) -> None:
                 ("rms_norm=native", "rms_norm=vendor:cuda|reference;moe_sum=flagos", "rms=x")
             ),
             "ALLOW_VENDORS": st.sampled_from(("cuda", "cuda,ascend", "cuda,")),
-            "DENY_VENDORS": st.sampled_from(("ascend", "acsend")),
+            "DENY_VENDORS": st.sampled_from(("ascend", "+ascend", "metax", "ac.send")),
         },
     )
 )
 def test_variables_together(values: dict[str, str]) -> None:
-    wrong = ("vendr", "maybe", "rms=x", "cuda,", "acsend")
-    both = "ascend" in values.get("ALLOW_VENDORS", "") and values.get("DENY_VENDORS") == "ascend"
+    wrong = ("vendr", "maybe", "rms=x", "cuda,", "ac.send")
+    both = "ascend" in values.get("ALLOW_VENDORS", "") and "ascend" in values.get("DENY_VENDORS", "")
     named = {f"VLLM_FL_{name}": value for name, value in values.items()}
     with environment(**named):
         try:

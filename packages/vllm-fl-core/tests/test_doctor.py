@@ -448,7 +448,7 @@ def test_a_variable_that_nobody_reads(place: Place) -> None:
     [
         ({"VLLM_FL_CONFIG": "/no/such/file.yaml"}, "VLLM_FL_CONFIG=/no/such/file.yaml: cannot be read: "),
         ({"VLLM_FL_PER_OP": "rms_nrm=vendor"}, "VLLM_FL_PER_OP: unknown operator 'rms_nrm'."),
-        ({"VLLM_FL_DENY_VENDORS": "acmee"}, "VLLM_FL_DENY_VENDORS: unknown vendor 'acmee'."),
+        ({"VLLM_FL_ALLOW_VENDORS": "acmee"}, "VLLM_FL_ALLOW_VENDORS: unknown vendor 'acmee'."),
         ({"VLLM_FL_PLUGINS": "acmee"}, "VLLM_FL_PLUGINS: no plugin 'acmee' is installed"),
         ({"VLLM_FL_PLUGIN_MODULES": "no_such_module"}, "VLLM_FL_PLUGIN_MODULES: there is no module"),
     ],
@@ -462,6 +462,41 @@ def test_a_wrong_policy(place: Place, variables: dict[str, str], what: str) -> N
     assert said.returncode == 0, said.stdout + said.stderr
     assert "skip  operators" in said.stdout
     assert "Traceback" not in said.stderr
+
+
+def test_what_has_no_effect_here_is_said_and_fails_nothing(place: Place) -> None:
+    place.wheel("acme", RIGHT.format(name="acme"))
+    said = place.doctor("--strict", "--check=policy", VLLM_FL_DENY_VENDORS="metax")
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert (
+        "pass  policy        VLLM_FL_DENY_VENDORS: denies vendor 'metax', which nothing here" in said.stdout
+    )
+
+
+PACKAGED = """
+from vllm_fl.dispatch import Backend
+
+class Acme(Backend):
+    name = "acme"
+    default_policy = {"op_backends": {"silu_and_mul": "vendor", "moe_of_tomorrow": "vendor"}}
+
+    def is_available(self):
+        return True
+
+    def silu_and_mul(self, x):
+        return x
+
+def register(registry):
+    registry.register_backend(Acme())
+"""
+
+
+def test_an_entry_of_packaged_defaults_that_is_left_out(place: Place) -> None:
+    place.wheel("acme", PACKAGED)
+    found = place.one("operators")
+    assert found["status"] == "warn"
+    assert "the packaged defaults of acme" in found["what"]
+    assert "unknown operator 'moe_of_tomorrow'" in found["what"]
 
 
 # -- vLLM and workers ------------------------------------------------------------------------------------

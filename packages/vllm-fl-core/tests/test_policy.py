@@ -17,18 +17,15 @@ import pytest
 from vllm_fl.dispatch import PREFER_DEFAULT
 from vllm_fl.dispatch import PREFER_REFERENCE
 from vllm_fl.dispatch import PREFER_VENDOR
-from vllm_fl.dispatch import Backend
-from vllm_fl.dispatch import OpManager
-from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import SelectionPolicy
+from vllm_fl.dispatch import _log
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch import policy_from_config
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
-from vllm_fl.dispatch import selection
 from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import with_allowed_vendors
 from vllm_fl.dispatch import with_denied_vendors
@@ -45,11 +42,18 @@ pytestmark = pytest.mark.usefixtures("no_plugins")
 
 def settings(policy: SelectionPolicy) -> dict[str, Any]:
     """Return what a policy says where that is not the default."""
-    found = {k: v for k, v in policy.to_dict().items() if k not in ("explicit", "takes_defaults")}
+    found = {k: v for k, v in policy.to_dict().items() if k != "explicit"}
     return {k: v for k, v in found.items() if v != DEFAULTS[k]}
 
 
-DEFAULTS = {"prefer": "flagos", "strict": False, "op_backends": {}, "deny_vendors": [], "allow_vendors": None}
+DEFAULTS = {
+    "prefer": "flagos",
+    "strict": False,
+    "op_backends": {},
+    "deny_vendors": [],
+    "allow_vendors": None,
+    "defaults": "packaged",
+}
 
 ENVIRONMENTS = [
     ({}, {}),
@@ -70,6 +74,10 @@ ENVIRONMENTS = [
         {"ALLOW_VENDORS": "cuda", "DENY_VENDORS": "ascend"},
         {"allow_vendors": ["cuda"], "deny_vendors": ["ascend"]},
     ),
+    ({"DENY_VENDORS": "+cuda, +metax"}, {"deny_vendors": ["+cuda", "+metax"]}),
+    ({"ALLOW_VENDORS": "+cuda"}, {"allow_vendors": ["+cuda"]}),
+    ({"DEFAULTS": " None "}, {"defaults": "none"}),
+    ({"DEFAULTS": "packaged"}, {}),
     ({"PREFER_ENABLED": "no", "OOT_ENABLED": "0"}, {}),
 ]
 
@@ -83,6 +91,10 @@ FILES = [
     ('{"prefer": "vendor"}', {"prefer": "vendor"}),
     ("deny_vendors: [cuda, ascend]\n", {"deny_vendors": ["ascend", "cuda"]}),
     ("deny_vendors: cuda, ascend\n", {"deny_vendors": ["ascend", "cuda"]}),
+    ("deny_vendors: [+cuda, +ascend]\n", {"deny_vendors": ["+ascend", "+cuda"]}),
+    ("deny_vendors: +cuda, +ascend\n", {"deny_vendors": ["+ascend", "+cuda"]}),
+    ("defaults: none\n", {"defaults": "none"}),
+    ("defaults: Packaged\n", {}),
     ("allow_vendors:\n- cuda\n", {"allow_vendors": ["cuda"]}),
     (
         "op_backends:\n  rms_norm: [vendor, 'vendor:cuda']\n",
@@ -101,7 +113,6 @@ def test_variables(
         monkeypatch.setenv(f"VLLM_FL_{name}", value)
     policy = get_policy()
     assert settings(policy) == expected
-    assert policy.takes_defaults
     assert get_policy() is policy
 
 
@@ -113,7 +124,6 @@ def test_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, expe
     policy = get_policy()
     assert settings(policy) == expected
     assert policy == policy_from_config(str(file))
-    assert not policy.takes_defaults
 
 
 def test_a_source_is_a_variable_or_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -244,6 +254,8 @@ BAD_VALUES = [
     ({"per_op_order": {"rms_norm": [None]}}, "None in the order of 'rms_norm' is no token; tokens are "),
     ({"deny_vendors": "cuda"}, "deny_vendors must be a list of vendor names, not 'cuda'."),
     ({"deny_vendors": [" "]}, "deny_vendors must hold vendor names, not ' '."),
+    ({"deny_vendors": ["+a", "b"]}, "deny_vendors must have a + before every name"),
+    ({"defaults": False}, "defaults must be one of packaged, none, not False."),
     ({"allow_vendors": [1]}, "allow_vendors must hold vendor names, not 1."),
 ]
 
@@ -291,7 +303,10 @@ DIFFERENT = [
     SelectionPolicy(deny_vendors=frozenset({"a", "b"})),
     SelectionPolicy(allow_vendors=frozenset({"a"})),
     SelectionPolicy(allow_vendors=frozenset()),
-    SelectionPolicy(takes_defaults=True),
+    SelectionPolicy(allow_vendors=frozenset({"+a"})),
+    SelectionPolicy(deny_vendors=frozenset({"+a"})),
+    SelectionPolicy(defaults="none"),
+    SelectionPolicy(defaults="packaged"),
 ]
 
 
@@ -369,10 +384,10 @@ def test_contexts_nest_and_end() -> None:
                 assert settings(get_policy()) == {
                     "prefer": "vendor",
                     "strict": True,
-                    "deny_vendors": ["ascend", "cuda"],
+                    "deny_vendors": ["+ascend", "+cuda"],
                     "allow_vendors": ["ascend", "cuda"],
                 }
-            assert settings(get_policy()) == {"prefer": "vendor", "strict": True, "deny_vendors": ["cuda"]}
+            assert settings(get_policy()) == {"prefer": "vendor", "strict": True, "deny_vendors": ["+cuda"]}
             with policy_context(SelectionPolicy()) as inner:
                 assert get_policy() is inner
                 assert settings(inner) == {}
@@ -419,10 +434,6 @@ def test_a_bad_context(enter: Any) -> None:
 @pytest.mark.parametrize(
     ("enter", "message"),
     [
-        (
-            lambda: with_denied_vendors("cudda"),
-            "a context manager: unknown vendor 'cudda'. Did you mean 'cuda'?",
-        ),
         (
             lambda: with_allowed_vendors("cudda"),
             "a context manager: unknown vendor 'cudda'. Did you mean 'cuda'?",
@@ -499,130 +510,53 @@ def test_a_frozen_manager_fixes_the_policy_until_it_is_forgotten() -> None:
     assert get_policy().prefer == "vendor"
 
 
-# -- packaged defaults -------------------------------------------------------------------
+# -- denying what is not here ------------------------------------------------------------
 
 
-def backend(vendor: str, defaults: Any, *, available: bool = True) -> Backend:
-    class Packaged(Backend):
-        name = vendor
-
-        def is_available(self) -> bool:
-            return available
-
-        def silu_and_mul(self, x: object) -> object:
-            return x
-
-        @property
-        def default_policy(self) -> Mapping[str, Any]:
-            if isinstance(defaults, Exception):
-                raise defaults
-            return defaults
-
-    return Packaged()
+def deny_by_variable(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("VLLM_FL_DENY_VENDORS", name)
+    return "VLLM_FL_DENY_VENDORS"
 
 
-def manager_with(*backends: Backend) -> OpManager:
-    registry = OpRegistry()
-    for one in backends:
-        registry.register_backend(one)
-    return OpManager(registry)
-
-
-def order_and_source(manager: OpManager) -> tuple[str, str]:
-    decision = manager.explain("silu_and_mul")
-    return " ".join(decision.order), decision.source
-
-
-PLAIN = ("flagos vendor reference native", "the defaults")
-VENDOR_FIRST = "vendor flagos reference native"
-
-
-def test_packaged_defaults_of_the_only_available_vendor_apply() -> None:
-    manager = manager_with(
-        backend("acme", {"prefer": "vendor"}), backend("beta", {"prefer": "native"}, available=False)
-    )
-    assert order_and_source(manager) == (VENDOR_FIRST, "the packaged defaults of acme")
-    assert not get_policy().is_explicit_for("silu_and_mul")
-
-
-def test_with_two_available_vendors_neither_ones_apply() -> None:
-    manager = manager_with(backend("acme", {"prefer": "vendor"}), backend("beta", {}))
-    assert order_and_source(manager) == PLAIN
-
-
-def test_those_of_a_vendor_that_is_not_available_do_not_apply() -> None:
-    assert order_and_source(manager_with(backend("acme", {"prefer": "vendor"}, available=False))) == PLAIN
-
-
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"PREFER": "reference"}, ("reference flagos vendor native", "VLLM_FL_PREFER")),
-        ({"PER_OP": "silu_and_mul=vendor"}, ("vendor", "VLLM_FL_PER_OP")),
-        ({"PER_OP": "rms_norm=vendor"}, (VENDOR_FIRST, "the packaged defaults of acme")),
-        ({"STRICT": "off"}, (VENDOR_FIRST, "the packaged defaults of acme")),
-    ],
-)
-def test_variables_are_above_packaged_defaults(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[str, str]
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(f"VLLM_FL_{name}", value)
-    assert order_and_source(manager_with(backend("acme", {"prefer": "vendor", "strict": True}))) == expected
-
-
-def test_packaged_orders_and_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    defaults = {"op_backends": {"silu_and_mul": "vendor", "rms_norm": ["reference"]}, "strict": "on"}
-    manager = manager_with(backend("acme", defaults))
-    monkeypatch.setenv("VLLM_FL_PER_OP", "rms_norm=native")
-    assert order_and_source(manager) == ("vendor", "the packaged defaults of acme")
-    assert manager.explain("rms_norm").order == ("native",)
-    assert selection.effective(get_policy(), manager.snapshot()).strict
-    monkeypatch.setenv("VLLM_FL_STRICT", "0")
-    reset_global_policy()
-    assert not selection.effective(get_policy(), manager.snapshot()).strict
-
-
-def test_a_file_and_a_policy_in_code_replace_packaged_defaults(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    manager = manager_with(backend("acme", {"prefer": "vendor"}))
-    set_global_policy(SelectionPolicy.from_dict(strict=True))
-    assert order_and_source(manager) == PLAIN
-    (tmp_path / "policy.yaml").write_text("strict: on\n")
+def deny_by_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "policy.yaml").write_text(f"strict: on\ndeny_vendors: [{name}]\n")
     monkeypatch.setenv("VLLM_FL_CONFIG", str(tmp_path / "policy.yaml"))
-    reset_global_policy()
-    assert order_and_source(manager) == PLAIN
-    monkeypatch.delenv("VLLM_FL_CONFIG")
-    reset_global_policy()
-    with with_strict_mode():  # a context over the environment keeps them
-        assert order_and_source(manager)[0] == VENDOR_FIRST
+    return f"{tmp_path / 'policy.yaml'}:2"
+
+
+def deny_in_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    set_global_policy(SelectionPolicy.from_dict(deny_vendors=[name]))
+    return "the policy set in code"
+
+
+@pytest.mark.parametrize("deny", [deny_by_variable, deny_by_file, deny_in_code])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("metax", ""), ("+metax", ""), ("cudda", " Did you mean 'cuda'?")]
+)
+def test_denying_who_is_not_here_is_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    deny: Any,
+    name: str,
+    hint: str,
+) -> None:
+    """One list is for every server of a fleet."""
+    monkeypatch.setattr(_log, "_said", set())
+    place = deny(name, tmp_path, monkeypatch)
+    for _ in range(2):
+        assert not get_policy().is_vendor_allowed(name.removeprefix("+"))
+        get_default_manager().ensure_initialized()
+        reset_default_manager()
+    lines = [(record.levelname, record.getMessage()) for record in caplog.records]
+    vendor = name.removeprefix("+")
+    assert lines == [("WARNING", f"{place}: denies vendor '{vendor}', which nothing here has.{hint}")]
 
 
 @pytest.mark.parametrize(
-    ("defaults", "problem"),
-    [
-        ({"prefer": "vendr"}, "prefer must be one of flagos, vendor, reference, native, not 'vendr'."),
-        ({"prefers": "vendor"}, "unknown key 'prefers'; keys are "),
-        ({"strict": "maybe"}, "strict must be one of 1/0"),
-        ({"op_backends": {"silu": "vendor"}}, "unknown operator 'silu'."),
-        ({"op_backends": ["silu_and_mul"]}, "op_backends must map operators to orders"),
-        ({"deny_vendors": ["nobody"]}, "unknown vendor 'nobody'."),
-        ({1: "vendor"}, "unknown key 1; keys are "),
-        (["prefer"], "must be a mapping of keys to values, not ['prefer']."),
-        ("prefer: vendor", "must be a mapping of keys to values, not 'prefer: vendor'."),
-        (None, "must be a mapping of keys to values, not None."),
-        (OSError("no such table"), "OSError: no such table."),
-    ],
+    "values", [{"allow_vendors": ["metax"]}, {"per_op_order": {"rms_norm": ["vendor:metax"]}}]
 )
-def test_bad_packaged_defaults_cost_the_defaults_and_one_line(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, defaults: Any, problem: str
-) -> None:
-    monkeypatch.setattr(selection, "_reported", set())
-    manager = manager_with(backend("acme", defaults))
-    for _ in range(2):
-        assert order_and_source(manager) == PLAIN
-        assert manager.call("silu_and_mul", 3) == 3
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"the packaged defaults of acme: {problem}")
-    assert line.endswith(" They are not used.")
+def test_allowing_or_ordering_who_is_not_here_is_an_error(values: dict[str, Any]) -> None:
+    set_global_policy(SelectionPolicy.from_dict(**values))
+    with pytest.raises(PolicyError, match="the policy set in code: unknown vendor 'metax'"):
+        get_policy()

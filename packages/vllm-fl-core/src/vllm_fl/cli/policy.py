@@ -13,7 +13,8 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import match_token
 from vllm_fl.dispatch import policy_from_config
-from vllm_fl.dispatch.selection import effective
+from vllm_fl.dispatch._packaged import effective
+from vllm_fl.dispatch._packaged import lies_below
 from vllm_fl.dispatch.types import NATIVE
 
 if TYPE_CHECKING:
@@ -67,10 +68,14 @@ def _show(arguments: argparse.Namespace, output: Output) -> int:
     except DispatchError as error:
         raise Problem(str(error)) from None
     values = values_of(effective(policy, manager.snapshot()))
+    below = lies_below(policy, manager.snapshot())
+    notes = [*manager.check_policy(policy), *below.faults, *filter(None, [below.note])]
     if arguments.json:
-        output.json_object({"fingerprint": policy.fingerprint(), "values": values})
+        output.json_object({"fingerprint": policy.fingerprint(), "values": values, "notes": notes})
     else:
         output.table(f"Policy {policy.fingerprint()}", _COLUMNS, _rows(values))
+        for note in notes:
+            output.text(f"note: {note}")
     warn_of_unread(manager, output)
     return 0
 
@@ -79,7 +84,7 @@ def _check(arguments: argparse.Namespace, output: Output) -> int:
     manager = get_default_manager()
     try:
         policy = policy_from_config(arguments.file)
-        manager.check_policy(policy)
+        notes = manager.check_policy(policy)
     except PolicyError as error:
         if not arguments.json:
             raise Problem(str(error)) from None
@@ -88,7 +93,7 @@ def _check(arguments: argparse.Namespace, output: Output) -> int:
         return 1
     except DispatchError as error:
         raise Problem(str(error)) from None
-    values, notes = values_of(policy), _means_nothing_here(policy, manager.snapshot())
+    values, notes = values_of(policy), [*notes, *_means_nothing_here(policy, manager.snapshot())]
     if arguments.json:
         output.json_object({"file": arguments.file, "problem": None, "values": values, "notes": notes})
         return 0
@@ -106,11 +111,9 @@ def values_of(policy: SelectionPolicy) -> list[dict[str, Any]]:
         order as ``op_backends.<operator>``. ``source`` is ``default``, ``code``, a
         variable, ``file:line`` or a vendor's packaged defaults.
     """
+    values = policy.to_dict()
     plain: dict[str, Any] = {
-        "prefer": policy.prefer,
-        "strict": policy.strict,
-        "allow_vendors": None if policy.allow_vendors is None else sorted(policy.allow_vendors),
-        "deny_vendors": sorted(policy.deny_vendors),
+        **{key: values[key] for key in ("prefer", "strict", "allow_vendors", "deny_vendors", "defaults")},
         **{f"op_backends.{op_name}": list(order) for op_name, order in policy.per_op_order},
         "tuned": [f"{op_name}, {one}: {'|'.join(one.order)}" for op_name, its in policy.tuned for one in its],
     }

@@ -6,9 +6,9 @@ variable, or ``file:line``. Nothing is guessed and nothing is ignored.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
-from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from typing import Any
@@ -18,14 +18,17 @@ from vllm_fl.dispatch._suggest import did_you_mean
 from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.dispatch.policy import check_defaults
 from vllm_fl.dispatch.policy import check_order
 from vllm_fl.dispatch.policy import check_prefer
+from vllm_fl.dispatch.policy import check_vendors
 from vllm_fl.dispatch.tuned import check_entry
 from vllm_fl.dispatch.tuned import check_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Iterator
+    from collections.abc import Mapping
 
 logger = get_logger(__name__)
 
@@ -39,6 +42,7 @@ _POLICY_VARIABLES = {
     "VLLM_FL_PER_OP": "op_backends",
     "VLLM_FL_ALLOW_VENDORS": "allow_vendors",
     "VLLM_FL_DENY_VENDORS": "deny_vendors",
+    "VLLM_FL_DEFAULTS": "defaults",
 }
 
 _TRUE = ("1", "true", "yes", "on")
@@ -123,7 +127,7 @@ def _names(values: object) -> list[str]:
             raise PolicyError(f"must hold names, not {shown(value)}.")
         names.append(value.strip())
     if not names:
-        raise PolicyError("names nothing; leave it out to allow everything.")
+        raise PolicyError("names nothing; leave it out.")
     twice = sorted(name for name, times in Counter(names).items() if times > 1)
     if twice:
         raise PolicyError(f"names {', '.join(map(shown, twice))} twice.")
@@ -151,38 +155,51 @@ def _per_op(text: str) -> dict[str, tuple[str, ...]]:
     return orders
 
 
-def _prefer(value: object) -> str:
-    return check_prefer(value.strip().lower() if isinstance(value, str) else value)
+def _lower(value: object) -> object:
+    return value.strip().lower() if isinstance(value, str) else value
 
 
+def _vendors(key: str, value: object) -> frozenset[str]:
+    names = _names(value)
+    check_vendors(key, names)
+    return frozenset(names)
+
+
+#: The keys of a policy file but ``op_backends``; each returns what SelectionPolicy takes.
 _READERS: Mapping[str, Callable[[Any], Any]] = {
-    "prefer": _prefer,
+    "prefer": lambda value: check_prefer(_lower(value)),
     "strict": boolean,
-    "allow_vendors": lambda value: frozenset(_names(value)),
-    "deny_vendors": lambda value: frozenset(_names(value)),
+    "allow_vendors": functools.partial(_vendors, "allow_vendors"),
+    "deny_vendors": functools.partial(_vendors, "deny_vendors"),
     "tuned": check_table,
+    "defaults": lambda value: check_defaults(_lower(value)),
 }
 
 
-def _policy(values: dict[str, Any], sources: dict[str, str], *, takes_defaults: bool) -> SelectionPolicy:
-    allow, deny = values.get("allow_vendors"), values.get("deny_vendors", frozenset())
-    both = sorted(deny & allow) if allow else []
+def policy_of(values: Mapping[str, Any], sources: Mapping[str, str]) -> SelectionPolicy:
+    """Make a policy of keys and values that have been read; each of them is explicit.
+
+    Raises:
+        PolicyError: a vendor is allowed and denied.
+    """
+    policy = SelectionPolicy(
+        prefer=values.get("prefer"),  # type: ignore[arg-type]
+        strict=values.get("strict"),  # type: ignore[arg-type]
+        per_op_order=tuple(values.get("op_backends", {}).items()),
+        deny_vendors=values.get("deny_vendors", frozenset()),
+        allow_vendors=values.get("allow_vendors"),
+        tuned=values.get("tuned", ()),
+        explicit=frozenset(values),
+        defaults=values.get("defaults"),  # type: ignore[arg-type]
+        sources=sources,
+    )
+    both = sorted(policy.deny_vendors & (policy.allow_vendors or frozenset()))
     if both:
         with _at(sources["deny_vendors"]):
             raise PolicyError(
                 f"{', '.join(map(repr, both))} is denied here and allowed by {sources['allow_vendors']}."
             )
-    return SelectionPolicy(
-        prefer=values.get("prefer"),  # type: ignore[arg-type]
-        strict=values.get("strict"),  # type: ignore[arg-type]
-        per_op_order=tuple(values.get("op_backends", {}).items()),
-        deny_vendors=deny,
-        allow_vendors=allow,
-        tuned=values.get("tuned", ()),
-        explicit=frozenset(values),
-        takes_defaults=takes_defaults,
-        sources=sources,
-    )
+    return policy
 
 
 def policy_from_environment() -> SelectionPolicy:
@@ -207,26 +224,15 @@ def policy_from_environment() -> SelectionPolicy:
         with _at(name):
             values[key] = _per_op(text) if key == "op_backends" else _READERS[key](text)
         sources[key] = name
-    return _policy(values, sources, takes_defaults=True)
+    return policy_of(values, sources)
 
 
-def policy_from_values(values: Mapping[str, Any], place: str) -> SelectionPolicy:
-    """Make a policy from a mapping with the keys of the YAML file; no line numbers.
+def read(key: object, value: object) -> Any:
+    """Return what a key of the policy file says.
 
     Raises:
-        PolicyError: it is no mapping, or a value is wrong.
+        PolicyError: an unknown key, or a wrong value.
     """
-    if not isinstance(values, Mapping):
-        raise PolicyError(f"{place}: must be a mapping of keys to values, not {shown(values)}.")
-    read, sources = {}, {}
-    for key, value in values.items():
-        with _at(place):
-            read[key] = _read(key, value)
-        sources[key] = place
-    return _policy(read, sources, takes_defaults=False)
-
-
-def _read(key: object, value: object) -> Any:
     if key == "op_backends":
         if not isinstance(value, dict):
             raise PolicyError(f"op_backends must map operators to orders, not {shown(value)}.")
@@ -259,7 +265,7 @@ def policy_from_file(path: str, asked_by: str | None = None) -> SelectionPolicy:
                 for op_name, order, its_place in _entries(loader, node, path):
                     tokens = _value(loader, order, path)
                     with _at(its_place):
-                        orders.update(_read("op_backends", {op_name: tokens}))
+                        orders.update(read("op_backends", {op_name: tokens}))
                     sources[f"op_backends.{op_name}"] = its_place
                 values["op_backends"] = orders
             else:
@@ -267,9 +273,9 @@ def policy_from_file(path: str, asked_by: str | None = None) -> SelectionPolicy:
                 if key == "tuned" and isinstance(value, str):
                     value = _table(os.path.join(os.path.dirname(path), value), place)
                 with _at(place):
-                    values[key] = _read(key, value)
+                    values[key] = read(key, value)
             sources[key] = place
-    return _policy(values, sources, takes_defaults=False)
+    return policy_of(values, sources)
 
 
 def _table(path: str, asked_by: str) -> Any:

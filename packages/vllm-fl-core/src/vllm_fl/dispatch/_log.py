@@ -20,6 +20,19 @@ def get_logger(name: str = "vllm_fl.dispatch") -> logging.Logger:
     return logging.getLogger(name if f"{name}.".startswith(f"{ROOT}.") else f"{ROOT}.{name}")
 
 
+#: What has been said in this process.
+_said: set[str] = set()
+
+
+def warn_once(message: str, *args: object) -> str:
+    """Log a warning, unless this process has said the same before; return its text."""
+    line = message % args
+    if line not in _said:
+        _said.add(line)
+        get_logger().warning(message, *args)
+    return line
+
+
 def set_log_level(level: str | int) -> None:
     """Print the package's log from ``level`` on stderr; as VLLM_FL_LOG_LEVEL does.
 

@@ -105,10 +105,12 @@ class Backend(Operators):
 
     @property
     def default_policy(self) -> Mapping[str, Any]:
-        """Packaged defaults, with the keys of the YAML file.
+        """Packaged defaults, with the keys of the YAML file but ``tuned`` and ``defaults``.
 
-        They apply where this is the only available vendor, below environment
-        variables and above the built-in defaults.
+        They apply where this is the only available vendor, below whatever the user says
+        and above the built-in defaults, key by key and operator by operator. An entry that
+        cannot be used on some machine, such as a name that its core does not know, is left
+        out there with one line.
         """
         return {}
 

@@ -4,10 +4,12 @@ Which one runs
 ==============
 
 1. The policy in force: the innermost ``policy_context``, else
-   ``set_global_policy``, else ``VLLM_FL_CONFIG`` (a YAML file; it replaces all
-   that follows), else environment variables over the active vendor's packaged
-   defaults over the built-in ones. With two available vendors neither's
-   packaged defaults apply.
+   ``set_global_policy``, else ``VLLM_FL_CONFIG`` (a YAML file; it replaces the
+   environment's variables), else environment variables; each over the active
+   vendor's packaged defaults over the built-in ones, key by key and operator by
+   operator, unless it says ``defaults: none``. With two available vendors
+   neither's packaged defaults apply, nor do those of a vendor that the policy
+   denies.
 2. The implementations of the operator, minus those that the policy denies,
    minus those that are not available.
 3. Their order: the operator's own order where the policy gives one (what it
@@ -92,6 +94,8 @@ from vllm_fl.dispatch._guard import Candidate
 from vllm_fl.dispatch._known import check_names
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._log import level_from_environment
+from vllm_fl.dispatch._log import warn_once
+from vllm_fl.dispatch._packaged import effective
 from vllm_fl.dispatch._refusal import note_entrance
 from vllm_fl.dispatch._refusal import note_handed_out
 from vllm_fl.dispatch._work import Work
@@ -169,7 +173,7 @@ class OpManager:
         self._proven: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
         self._bad_answers: set[tuple[str, str]] = set()
-        self._checked: SelectionPolicy | None = None
+        self._checked: tuple[SelectionPolicy, list[str]] | None = None
         self._ready_in = 0
         self._table = _Table(self, None)
         self._context_tables: OrderedDict[int, _Table] = OrderedDict()
@@ -250,21 +254,27 @@ class OpManager:
         self.check_policy(policy)
         return policy
 
-    def check_policy(self, policy: SelectionPolicy) -> None:
+    def check_policy(self, policy: SelectionPolicy) -> list[str]:
         """Check every name in a policy against what is installed.
+
+        Returns:
+            What is no error and has no effect here, a line each; it is logged, once.
 
         Raises:
             PolicyError: an unknown operator, vendor or implementation.
         """
-        if policy is self._checked:
-            return
+        checked = self._checked
+        if checked is not None and policy is checked[0]:
+            return checked[1]
         self.discover()
         if self._discovery is not None:
-            return  # a plugin asks, and not every name is known yet
+            return []  # a plugin asks, and not every name is known yet
         plugins = list(self.registry.plugins.values())
         broken = [f"{r.name} {r.distribution}" for r in plugins if r.state != "loaded"]
-        check_names(policy, self.registry.snapshot(), broken)
-        self._checked = policy
+        absent = check_names(policy, self.registry.snapshot(), broken)
+        lines = [warn_once("%s: denies vendor %s, which nothing here has.%s", *one) for one in absent]
+        self._checked = policy, lines
+        return lines
 
     def resolve_with_native(
         self,
@@ -307,7 +317,7 @@ class OpManager:
         if decision.impl_id is None:
             raise NoImplementationError(self._why_nothing_runs(decision))
         warn_of_degradation(decision, self._warned)
-        strict = selection.effective(policy, snapshot).strict
+        strict = effective(policy, snapshot).strict
 
         def made(its: Decision) -> Resolved:
             return build(its, snapshot, self, native, strict=strict, only_traceable=only_traceable, wrap=wrap)

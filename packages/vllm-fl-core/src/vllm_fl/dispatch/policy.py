@@ -41,10 +41,16 @@ PREFER_REFERENCE = BackendImplKind.REFERENCE.value
 #: The order of kinds without a preference; ``native`` exists inside vLLM only.
 KINDS = (PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE, NATIVE)
 
+#: What ``defaults`` says: those of the available vendor's wheel lie below, or they do not.
+PACKAGED, NO_DEFAULTS = "packaged", "none"
+
 
 @dataclass(frozen=True)
 class SelectionPolicy:
     """What a user wants. Values that are None are not set and take their default.
+
+    What is not set takes the packaged defaults of the only available vendor, key by key and
+    operator by operator, and else the built-in ones (:mod:`vllm_fl.dispatch._packaged`).
 
     Attributes:
         prefer: the kind that is tried first: ``flagos``, ``vendor``,
@@ -53,14 +59,14 @@ class SelectionPolicy:
             the next one.
         per_op_order: ``((op, (token, ...)), ...)``; an operator's own order, and
             what it does not list is not tried.
-        deny_vendors: vendors that are never chosen.
-        allow_vendors: the only vendors that may be chosen; None allows all.
+        deny_vendors: vendors that are never chosen. Where every name is given with a
+            ``+`` before it, they are added to the packaged ones instead of replacing them.
+        allow_vendors: the only vendors that may be chosen; None allows all. A ``+`` adds.
         tuned: what was measured, by operator and shape; see
             :mod:`vllm_fl.dispatch.tuned`.
         explicit: which of these were set on purpose. Computed where it is None.
-        takes_defaults: the only available vendor's packaged defaults fill in what
-            is not explicit; true of what environment variables say, and of a
-            context on top of it.
+        defaults: ``packaged``, or ``none``: no vendor's packaged defaults lie below.
+        extends: which of the lists of vendors were given with a ``+``.
         sources: where each value came from, for people; not compared.
 
     Raises:
@@ -74,7 +80,8 @@ class SelectionPolicy:
     allow_vendors: frozenset[str] | None = None
     tuned: tuple[tuple[str, tuple[Measured, ...]], ...] = ()
     explicit: frozenset[str] = None  # type: ignore[assignment]
-    takes_defaults: bool = False
+    defaults: str = None  # type: ignore[assignment]
+    extends: frozenset[str] = frozenset()
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +94,7 @@ class SelectionPolicy:
                 "deny_vendors": bool(self.deny_vendors),
                 "allow_vendors": self.allow_vendors is not None,
                 "tuned": bool(self.tuned),
+                "defaults": self.defaults is not None,
             }
             put(self, "explicit", frozenset(name for name, is_set in given.items() if is_set))
         put(self, "prefer", PREFER_DEFAULT if self.prefer is None else check_prefer(self.prefer))
@@ -96,9 +104,14 @@ class SelectionPolicy:
         order = self.per_op_order
         items = order.items() if isinstance(order, dict) else order
         put(self, "per_op_order", tuple(sorted((op, check_order(op, tokens)) for op, tokens in items)))
-        put(self, "deny_vendors", _names("deny_vendors", self.deny_vendors))
-        if self.allow_vendors is not None:
-            put(self, "allow_vendors", _names("allow_vendors", self.allow_vendors))
+        put(self, "defaults", PACKAGED if self.defaults is None else check_defaults(self.defaults))
+        extends = set(self.extends)
+        for key in ("deny_vendors", "allow_vendors"):
+            if getattr(self, key) is not None:
+                names, adds = check_vendors(key, getattr(self, key))
+                put(self, key, names)
+                extends.update({key} if adds else ())
+        put(self, "extends", frozenset(key for key in extends if getattr(self, key)))
         put(self, "tuned", check_table(self.tuned))
         put(self, "_orders", dict(self.per_op_order))
 
@@ -111,6 +124,7 @@ class SelectionPolicy:
         deny_vendors: Iterable[str] | None = None,
         allow_vendors: Iterable[str] | None = None,
         tuned: Mapping[str, Iterable[Mapping[str, Any]]] | None = None,
+        defaults: str | None = None,
     ) -> SelectionPolicy:
         """Make a policy from plain containers; see the class for the values."""
         return cls(
@@ -120,6 +134,7 @@ class SelectionPolicy:
             deny_vendors=deny_vendors or frozenset(),  # type: ignore[arg-type]
             allow_vendors=allow_vendors or None,  # type: ignore[arg-type]
             tuned=tuned or (),  # type: ignore[arg-type]
+            defaults=defaults.lower() if isinstance(defaults, str) else defaults,  # type: ignore[arg-type]
         )
 
     @property
@@ -153,7 +168,13 @@ class SelectionPolicy:
         """Whether the policy lets a vendor be chosen; a denied one never is."""
         if vendor in self.deny_vendors:
             return False
-        return self.allow_vendors is None or vendor in self.allow_vendors
+        # What is added to a list of which nothing is known here forbids nobody.
+        anybody = self.allow_vendors is None or "allow_vendors" in self.extends
+        return anybody or vendor in (self.allow_vendors or ())
+
+    def _plain_names(self, key: str) -> list[str]:
+        plus = "+" if key in self.extends else ""
+        return [f"{plus}{name}" for name in sorted(getattr(self, key))]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as plain values; :meth:`from_plain` takes them back."""
@@ -162,10 +183,10 @@ class SelectionPolicy:
             "prefer": self.prefer,
             "strict": self.strict,
             "op_backends": self.per_op_order_dict,
-            "deny_vendors": sorted(self.deny_vendors),
-            "allow_vendors": None if self.allow_vendors is None else sorted(self.allow_vendors),
+            "deny_vendors": self._plain_names("deny_vendors"),
+            "allow_vendors": None if self.allow_vendors is None else self._plain_names("allow_vendors"),
+            "defaults": self.defaults,
             "explicit": sorted(self.explicit),
-            "takes_defaults": self.takes_defaults,
             **table,
         }
 
@@ -181,7 +202,7 @@ class SelectionPolicy:
             allow_vendors=None if allow is None else frozenset(allow),
             tuned=values.get("tuned", ()),
             explicit=frozenset(values["explicit"]),
-            takes_defaults=values["takes_defaults"],
+            defaults=values["defaults"],
             sources=dict.fromkeys(values["explicit"], source),
         )
 
@@ -203,6 +224,20 @@ def check_prefer(value: object) -> str:
     if value not in KINDS:
         raise PolicyError(
             f"prefer must be one of {', '.join(KINDS)}, not {shown(value)}.{did_you_mean(value, KINDS)}"
+        )
+    return str(value)
+
+
+def check_defaults(value: object) -> str:
+    """Return ``value`` if it is ``packaged`` or ``none``.
+
+    Raises:
+        PolicyError: it is not.
+    """
+    known = (PACKAGED, NO_DEFAULTS)
+    if value not in known:
+        raise PolicyError(
+            f"defaults must be one of {', '.join(known)}, not {shown(value)}.{did_you_mean(value, known)}"
         )
     return str(value)
 
@@ -235,13 +270,25 @@ def check_order(op_name: object, tokens: object) -> tuple[str, ...]:
     return tuple(tokens)
 
 
-def _names(what: str, values: object) -> frozenset[str]:
+def check_vendors(key: str, values: object) -> tuple[frozenset[str], bool]:
+    """Return the vendors of a list, and whether they add to it: each name has a ``+`` then.
+
+    Raises:
+        PolicyError: it is no list of names, or only some of them have a ``+``.
+    """
     if isinstance(values, str) or not isinstance(values, (set, frozenset, list, tuple)):
-        raise PolicyError(f"{what} must be a list of vendor names, not {shown(values)}.")
+        raise PolicyError(f"{key} must be a list of vendor names, not {shown(values)}.")
     for value in values:
-        if not isinstance(value, str) or not value.strip():
-            raise PolicyError(f"{what} must hold vendor names, not {shown(value)}.")
-    return frozenset(values)
+        if not isinstance(value, str) or not value.removeprefix("+").strip():
+            raise PolicyError(f"{key} must hold vendor names, not {shown(value)}.")
+    added = {value.removeprefix("+").strip() for value in values if value.startswith("+")}
+    if added and len(added) != len(values):
+        plain = ", ".join(sorted(value for value in values if not value.startswith("+")))
+        raise PolicyError(
+            f"{key} must have a + before every name (they are added to the packaged ones) or before "
+            f"none (they replace them); {shown(plain)} has none."
+        )
+    return frozenset(added or values), bool(added)
 
 
 class PolicyListener(Protocol):
@@ -363,7 +410,8 @@ def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
         set_global_policy(SelectionPolicy.from_dict(per_op_order={"rms_norm": ["reference"]}))
         reset_global_policy()  # what the environment says
 
-    It replaces all that the environment says, and what was set aside after failures is
+    It replaces all that the environment says, and lies over the available vendor's packaged
+    defaults (``defaults="none"`` leaves them out). What was set aside after failures is
     tried again. Set before ``LLM()`` is made, it is the policy of the workers too.
 
     Raises:
@@ -401,8 +449,9 @@ def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
         with policy_context(SelectionPolicy.from_dict(prefer="reference", strict=True)):
             ...  # call_op chooses with it here, and nowhere else
 
-    The innermost context holds; none of what lies outside it is mixed in. Entering or
-    leaving one forgets no failure.
+    The innermost context holds; none of what lies outside it is mixed in, but the available
+    vendor's packaged defaults. :func:`with_preference` and the others like it start from the
+    policy in force instead. Entering or leaving one forgets no failure.
 
     Raises:
         RuntimeError: the dispatch is frozen.
@@ -421,7 +470,8 @@ def _changed(**values: Any) -> SelectionPolicy:
     policy = _context.get() or global_policy()
     explicit = policy.explicit | frozenset(values)
     sources = {**policy.sources, **dict.fromkeys(values, "a context manager")}
-    return replace(policy, explicit=explicit, sources=sources, **values)
+    extends = policy.extends - frozenset(values)
+    return replace(policy, explicit=explicit, sources=sources, extends=extends, **values)
 
 
 def with_preference(prefer: str) -> Any:
@@ -460,13 +510,15 @@ def with_allowed_vendors(*vendors: str) -> Any:
 def with_denied_vendors(*vendors: str) -> Any:
     """Context manager: the policy in force, without these vendors.
 
-    Those that it denies already stay denied.
+    Those that it denies already stay denied, those of the packaged defaults too.
 
     Raises:
         RuntimeError: the dispatch is frozen.
     """
     policy = _context.get() or global_policy()
-    return policy_context(_changed(deny_vendors=policy.deny_vendors | frozenset(vendors)))
+    names = policy.deny_vendors | frozenset(vendors)
+    adds = "deny_vendors" in policy.extends or "deny_vendors" not in policy.explicit
+    return policy_context(_changed(deny_vendors=frozenset(f"+{name}" for name in names) if adds else names))
 
 
 def policy_from_config(config_path: str) -> SelectionPolicy:

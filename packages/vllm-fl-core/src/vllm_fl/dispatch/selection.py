@@ -6,15 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_fl.dispatch import decision as status
-from vllm_fl.dispatch._known import check_names
-from vllm_fl.dispatch._log import get_logger
+from vllm_fl.dispatch._packaged import effective
 from vllm_fl.dispatch._suggest import suggest
-from vllm_fl.dispatch.backend import Backend
 from vllm_fl.dispatch.backend import availability
 from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.decision import CandidateReport
 from vllm_fl.dispatch.decision import Decision
-from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.errors import UnknownOperatorError
 from vllm_fl.dispatch.registry import signature_problem
 from vllm_fl.dispatch.types import NATIVE
@@ -27,9 +24,6 @@ if TYPE_CHECKING:
     from vllm_fl.dispatch.policy import SelectionPolicy
     from vllm_fl.dispatch.registry import OpRegistrySnapshot
     from vllm_fl.dispatch.types import OpImpl
-    from vllm_fl.dispatch.types import Origin
-
-logger = get_logger(__name__)
 
 
 def decide(
@@ -127,12 +121,8 @@ def _rejection(
 
 
 def _report(impl: OpImpl, state: str, reason: str) -> CandidateReport:
-    wheel = _wheel(impl.origin) if impl.origin else "-"
+    wheel = impl.origin.wheel if impl.origin else "-"
     return CandidateReport(impl.impl_id, impl.kind.value, wheel, impl.priority or 0, state, reason)
-
-
-def _wheel(origin: Origin) -> str:
-    return f"{origin.distribution} {origin.version}".rstrip()
 
 
 def _native(operator: Operator | None, *, is_first: bool) -> CandidateReport:
@@ -144,62 +134,3 @@ def _native(operator: Operator | None, *, is_first: bool) -> CandidateReport:
     else:
         reason = "vLLM's own path, if those before it do not run"
     return CandidateReport(NATIVE, NATIVE, "vllm", 0, state, reason)
-
-
-def effective(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> SelectionPolicy:
-    """Lay the only available vendor's packaged defaults below what is explicit.
-
-    They are not explicit themselves: installing a wheel is no wish of the user's.
-    """
-    packaged = _packaged_defaults(snapshot) if policy.takes_defaults else None
-    if packaged is None:
-        return policy
-
-    own = dict(policy.per_op_order)
-    added = {op_name: order for op_name, order in packaged.per_op_order if op_name not in own}
-
-    def pick(key: str) -> SelectionPolicy:
-        return packaged if key in packaged.explicit - policy.explicit else policy
-
-    return replace(
-        policy,
-        prefer=pick("prefer").prefer,
-        strict=pick("strict").strict,
-        per_op_order=tuple({**own, **added}.items()),
-        deny_vendors=pick("deny_vendors").deny_vendors,
-        allow_vendors=pick("allow_vendors").allow_vendors,
-        sources={
-            **packaged.sources,
-            **policy.sources,
-            **{f"op_backends.{op_name}": packaged.sources["op_backends"] for op_name in added},
-        },
-    )
-
-
-def _packaged_defaults(snapshot: OpRegistrySnapshot) -> SelectionPolicy | None:
-    """Return the only available vendor's packaged defaults; None where they are bad, with one line."""
-    backends = [b for b in snapshot.backends if type(b).default_policy is not Backend.default_policy]
-    if not backends:
-        return None
-    impls = [impl for impls in snapshot.impls_by_op.values() for impl in impls if impl.vendor]
-    available = {impl.vendor for impl in impls if impl.is_available()}
-    backend = next((b for b in backends if {b.vendor} == available), None)
-    if backend is None:
-        return None
-    from vllm_fl.dispatch._config import policy_from_values
-
-    wheel = next((f" ({_wheel(i.origin)})" for i in impls if i.vendor == backend.vendor and i.origin), "")
-    place = f"the packaged defaults of {backend.vendor}{wheel}"
-    try:
-        packaged = policy_from_values(backend.default_policy, place)
-        check_names(packaged, snapshot)
-    except Exception as error:  # noqa: BLE001 - a plugin's fault costs that plugin's defaults
-        if place not in _reported:
-            _reported.add(place)
-            problem = error if isinstance(error, PolicyError) else f"{place}: {describe(error)}."
-            logger.error("%s They are not used.", problem)
-        return None
-    return packaged
-
-
-_reported: set[str] = set()

@@ -53,6 +53,11 @@ class Origin:
     version: str
     entry_point: str
 
+    @property
+    def wheel(self) -> str:
+        """The distribution with its version."""
+        return f"{self.distribution} {self.version}".rstrip()
+
     def __str__(self) -> str:
         return f"{self.distribution} {self.version} (entry point {self.entry_point!r})"
 
@@ -177,6 +182,11 @@ class OpImpl:
 
 # What ``load`` has found; who comes first decides for all.
 _loaded: dict[str, Callable[..., Any]] = {}
+
+
+def may_be_vendor(name: str) -> bool:
+    """Whether an implementation could be of a vendor of this name."""
+    return "." not in name and _IMPL_ID.fullmatch(f"vendor.{name}") is not None
 
 
 def match_token(impl: OpImpl, token: str) -> bool:

@@ -40,14 +40,21 @@ class Variable:
 
 
 _ALL = (
-    Variable("VLLM_FL_CONFIG", "a YAML file with the whole policy; it replaces the five variables below"),
+    Variable("VLLM_FL_CONFIG", "a YAML file with the whole policy; it replaces the six variables below"),
     Variable("VLLM_FL_PREFER", "the kind that is tried first: flagos, vendor, reference or native", "flagos"),
     Variable(
         "VLLM_FL_STRICT", "raise an implementation's first failure instead of running the next one", "0"
     ),
     Variable("VLLM_FL_PER_OP", "operators' own orders: op=a|b;op2=x"),
-    Variable("VLLM_FL_ALLOW_VENDORS", "the only vendors that may be chosen, with commas between", "all"),
-    Variable("VLLM_FL_DENY_VENDORS", "vendors that are never chosen, with commas between"),
+    Variable(
+        "VLLM_FL_ALLOW_VENDORS", "the only vendors that may be chosen, with commas between; +a,+b adds", "all"
+    ),
+    Variable("VLLM_FL_DENY_VENDORS", "vendors that are never chosen, with commas between; +a,+b adds"),
+    Variable(
+        "VLLM_FL_DEFAULTS",
+        "none leaves out the defaults that the available vendor's wheel brings",
+        "packaged",
+    ),
     Variable("VLLM_FL_PREFER_ENABLED", "0 leaves every layer of vLLM to vLLM", "1"),
     Variable("VLLM_FL_OOT_ENABLED", "0 replaces none of vLLM's layers", "1"),
     Variable(

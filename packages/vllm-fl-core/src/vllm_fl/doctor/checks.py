@@ -242,7 +242,8 @@ def policy(examination: Examination) -> list[Finding]:
         ]
     sources = sorted(set(answer.value["sources"].values()))
     return [
-        Finding(PASS, f"policy {answer.value['fingerprint']} from {', '.join(sources) or 'the defaults'}")
+        Finding(PASS, f"policy {answer.value['fingerprint']} from {', '.join(sources) or 'the defaults'}"),
+        *(Finding(PASS, note) for note in answer.value["notes"]),
     ]
 
 
@@ -254,12 +255,22 @@ def operators(examination: Examination) -> list[Finding]:
     answer = examination.ask("decisions")
     if answer.problem:
         return [_not_asked("the choices", answer)]
-    decisions = answer.value["decisions"]
+    left_out = [
+        Finding(
+            WARN, line, "the operators that it names are chosen without it", "upgrade the wheel or the core"
+        )
+        for line in answer.value["packaged"]
+    ]
+    return left_out + _who_serves(answer.value)
+
+
+def _who_serves(answer: dict[str, Any]) -> list[Finding]:
+    decisions = answer["decisions"]
     chosen = {one["op_name"]: one["candidates"][0] for one in decisions if one["impl_id"]}
     slow = [name for name, candidate in chosen.items() if candidate["kind"] == "reference"]
     if not slow:
         return [Finding(PASS, f"{len(chosen)} operators are served, none by the reference")]
-    if not answer.value["accelerator"]:
+    if not answer["accelerator"]:
         return [Finding(PASS, f"the reference serves {', '.join(slow)}; torch sees no accelerator here")]
     wheels = [f"pip install {wheel.distribution}  # {wheel.purpose}" for wheel in faster_wheels(slow)]
     return [

@@ -23,6 +23,7 @@ from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
+from vllm_fl.dispatch._packaged import lies_below
 from vllm_fl.dispatch._runtime import has_accelerator
 from vllm_fl.dispatch.backend import availability
 
@@ -86,7 +87,12 @@ def policy() -> dict[str, Any]:
         found = get_policy()
     except PolicyError as error:
         return {"error": str(error)}
-    return {"error": "", "fingerprint": found.fingerprint(), "sources": dict(found.sources)}
+    return {
+        "error": "",
+        "fingerprint": found.fingerprint(),
+        "sources": dict(found.sources),
+        "notes": get_default_manager().check_policy(found),
+    }
 
 
 def decisions() -> dict[str, Any]:
@@ -97,6 +103,7 @@ def decisions() -> dict[str, Any]:
     names = sorted({*snapshot.operators, *snapshot.impls_by_op})
     return {
         "decisions": [manager.explain(name).to_dict() for name in names],
+        "packaged": list(lies_below(get_policy(), snapshot).faults),
         "accelerator": _has_accelerator(),
     }
 
