@@ -122,17 +122,38 @@ def _rotary_forward(
 
 def _rotary_native(own: Callable[..., Any]) -> Callable[..., Any]:
     def native(
-        query: torch.Tensor, key: torch.Tensor | None, cos: Any, sin: Any, positions: Any, *_: Any
-    ) -> Any:
-        # vLLM's kernel reads three dimensions as [batch, sequence, hidden].
-        flat = [None if x is None else x.view(x.shape[0], -1) for x in (query, key)]
-        for written, result in zip(flat, own(positions, *flat), strict=True):
-            # Its PyTorch path returns new tensors, and the operator writes.
-            if written is not None and result is not written:
-                written.copy_(result)
-        return query, key
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        cos: Any,
+        sin: Any,
+        position_ids: Any,
+        rotary_interleaved: bool = False,
+        inplace: bool = True,
+        cos_sin_cache: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        given = (query, key)
+        rows = [None if x is None else _rows(x, is_new=not inplace) for x in given]
+        turned = own(position_ids, *rows)
+        # A kernel has written the rows, vLLM's PyTorch path returns new ones.
+        heads = [x if x is None else one.view(x.shape) for x, one in zip(given, turned, strict=True)]
+        if inplace:
+            for x, flat, one, result in zip(given, rows, turned, heads, strict=True):
+                if x is not None and not (one is flat and _has_rows(x)):
+                    x.copy_(result)
+        return given if inplace else (heads[0], heads[1])
 
     return native
+
+
+def _rows(x: torch.Tensor, *, is_new: bool) -> torch.Tensor:
+    """Return the heads of every token as one row: vLLM's kernel reads three dimensions otherwise."""
+    rows = x if _has_rows(x) and not is_new else x.clone(memory_format=torch.contiguous_format)
+    return rows.view(x.shape[0], -1)
+
+
+def _has_rows(x: torch.Tensor) -> bool:
+    """Whether the heads of a token lie one after the other; latent attention rotates a part of each."""
+    return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
 
 
 def _ones(layer: Any, *shape: int) -> torch.Tensor:
@@ -178,7 +199,7 @@ BINDINGS = (
         "gelu_and_mul",
         "gelu_and_mul",
         _gelu_forward,
-        lambda own: lambda x, approximate: own(x),
+        lambda own: lambda x, approximate="none": own(x),
         lambda layer: [(_ones(layer, 1, 128), layer.approximate)],
     ),
     Binding(

@@ -185,11 +185,18 @@ def _topk_forward(
 
 
 def _topk_native(own: Callable[..., Any]) -> Callable[..., Any]:
-    def native(weights: torch.Tensor, ids: torch.Tensor, rows: Any, logits: torch.Tensor, *_: Any) -> Any:
-        # Of the hidden states it reads the number of rows.
-        for written, result in zip((weights, ids), own(logits, logits, ids.dtype), strict=True):
+    def native(
+        topk_weights: torch.Tensor,
+        topk_indices: torch.Tensor,
+        token_expert_indices: Any,
+        gating_output: torch.Tensor,
+        renormalize: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Of the hidden states it reads the number of rows; token_expert_indices nobody reads.
+        found = own(gating_output, gating_output, topk_indices.dtype)
+        for written, result in zip((topk_weights, topk_indices), found, strict=True):
             written.copy_(result)
-        return weights, ids
+        return topk_weights, topk_indices
 
     return native
 
@@ -219,10 +226,21 @@ def _grouped_arguments(router: Any, logits: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _grouped_native(own: Callable[..., Any]) -> Callable[..., Any]:
-    def native(scores: torch.Tensor, *rest: Any) -> Any:
+    def native(
+        scores: torch.Tensor,
+        n_group: int,
+        topk_group: int,
+        topk: int,
+        renormalize: bool,
+        routed_scaling_factor: float,
+        bias: torch.Tensor,
+        scoring_func: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         # It takes logits: the softmax of the logarithm of a softmax is that softmax.
-        logits = scores if rest[-1] else scores.log()
-        return own(logits, logits, None)
+        logits = scores if scoring_func else scores.log()
+        weights, ids = own(logits, logits, None)
+        # What a compiler takes the operator's results for.
+        return weights.to(torch.float32), ids.to(torch.int32)
 
     return native
 
