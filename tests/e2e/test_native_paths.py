@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 import pytest
-from vllm_fl_reference.impl import activation
-from vllm_fl_reference.impl import moe as reference_moe
-from vllm_fl_reference.impl import normalization
-from vllm_fl_reference.impl import quantization as reference_quantization
-from vllm_fl_reference.impl import rotary
 
 from vllm_fl.dispatch.declaration import declaration_of
 from vllm_fl.dispatch.ops import Operators
 from vllm_fl.integration import layers
 from vllm_fl.integration import moe
+from vllm_fl_reference.impl import activation
+from vllm_fl_reference.impl import moe as reference_moe
+from vllm_fl_reference.impl import normalization
+from vllm_fl_reference.impl import quantization as reference_quantization
+from vllm_fl_reference.impl import rotary
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import signal
+import sys
 import threading
 from typing import TYPE_CHECKING
 from typing import Any
@@ -95,14 +97,41 @@ def test_the_answer_is_the_reason_and_asked_for_once(answer: Any, reason: str | 
     assert backend.asked == 2
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, GeneratorExit])
-def test_an_interrupt_is_no_reason(interrupt: type[BaseException]) -> None:
-    backend = Acme(interrupt())
+class Interrupted(Acme):
+    def is_available(self) -> bool:
+        if self.answer:
+            signal.raise_signal(self.answer)
+        return True
+
+
+def test_an_interrupt_is_no_reason() -> None:
+    """Ctrl-C ends the program in the middle of a question, and the question is asked again."""
+    backend = Interrupted(signal.SIGINT)
     impl = backend.implementations()[0]
-    with pytest.raises(interrupt):
+    with pytest.raises(KeyboardInterrupt):
         impl.is_available()
-    backend.answer = True
+    backend.answer = 0
     assert impl.is_available()
+
+
+def test_a_signal_of_the_programs_own_is_no_reason() -> None:
+    """vLLM ends its processes by a handler that raises SystemExit."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(3)
+
+    backend = Interrupted(signal.SIGTERM)
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises(SystemExit):
+            backend.implementations()[0].is_available()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, GeneratorExit, SystemExit])
+def test_what_a_backend_raises_itself_is_a_reason(raised: type[BaseException]) -> None:
+    assert Acme(raised()).implementations()[0].unavailable_reason() == raised.__name__
 
 
 def test_each_backend_answers_for_itself() -> None:

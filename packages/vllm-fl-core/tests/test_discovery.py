@@ -26,6 +26,7 @@ from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
+from vllm_fl.dispatch._installed import version_of
 from vllm_fl.dispatch._known import known_wheels
 
 if TYPE_CHECKING:
@@ -315,11 +316,11 @@ def test_an_interrupt_ends_the_discovery_and_the_next_goes_on(site: Site) -> Non
     site.wheel(
         "acme",
         """
-        import sys
+        import signal, sys
         def register(registry):
             sys.interrupts = getattr(sys, "interrupts", 0) + 1
             if sys.interrupts == 1:
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
             registry.register_impl(impl("silu_and_mul"))
         """,
     )
@@ -440,7 +441,7 @@ def test_a_newer_plugin_is_refused_with_one_line(
 ) -> None:
     site.wheel("acme", text, version="3.1")
     manager, records = discover()
-    expected = NEWER.format(core=discovery._core_version())
+    expected = NEWER.format(core=version_of("vllm-fl-core"))
     assert (records["acme"].state, records["acme"].reason) == ("incompatible", expected)
     assert registered(manager) == {}
     assert [r.getMessage() for r in caplog.records] == [f"plugin 'acme' of acme 3.1 is not used: {expected}"]
@@ -453,7 +454,7 @@ def test_a_newer_plugin_in_a_package_that_does_not_import(site: Site) -> None:
     site.wheel("acme", version="3.1", acme="newer.inner.register_ops:register_builtins")
     record = discover()[1]["acme"]
     assert (record.state, record.api_version) == ("incompatible", 7)
-    assert record.reason == NEWER.format(core=discovery._core_version())
+    assert record.reason == NEWER.format(core=version_of("vllm-fl-core"))
     assert "newer" not in sys.modules
 
 

@@ -233,7 +233,7 @@ def test_vendors_are_named_in_one_data_file_only() -> None:
 )
 def test_no_operator_is_named_outside_ops(file: Path) -> None:
     """A docstring may show an example, and an error message the form of a name; code knows none."""
-    allowed = {("types.py", "f\"op_name must be a name like 'rms_norm', not {self.op_name!r}\"")}
+    allowed = {("types.py", "f\"op_name must be a name like 'rms_norm', not {shown(self.op_name)}\"")}
     found = [
         (line, text)
         for line, text in code_of(file)
@@ -386,4 +386,4 @@ def test_no_handler_unless_it_is_asked_for(python: Callable[..., Any]) -> None:
     handlers = "logging.getLogger('vllm_fl').handlers, logging.root.handlers"
     code = f"import logging, vllm_fl.dispatch; print({handlers})"
     assert python(code).stdout == "[] []\n"
-    assert "StreamHandler" in python(code, VLLM_FL_LOG_LEVEL="debug").stdout
+    assert "StderrHandler" in python(code, VLLM_FL_LOG_LEVEL="debug").stdout

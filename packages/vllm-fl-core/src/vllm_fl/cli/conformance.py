@@ -16,7 +16,7 @@ from vllm_fl.cli.output import ExitCode
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
 from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch.backend import describe
+from vllm_fl.dispatch._foreign import describe
 
 if TYPE_CHECKING:
     import argparse

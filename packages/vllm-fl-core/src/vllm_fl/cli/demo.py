@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from vllm_fl.cli import trace
 from vllm_fl.cli.model import DemoError
 from vllm_fl.cli.model import unpack_demo_model
 from vllm_fl.cli.output import Problem
+from vllm_fl.dispatch._installed import entry_points
 from vllm_fl.dispatch.trace import merge
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _defaults() -> dict[str, str]:
 def _other_plugins() -> str:
     """Return a value of VLLM_PLUGINS that leaves out ours and nobody else's."""
     groups = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins")
-    names = {entry.name for group in groups for entry in metadata.entry_points(group=group)}
+    names = {entry.name for entry in entry_points(*groups)[0]}
     given = os.environ.get("VLLM_PLUGINS")
     allowed = names if given is None else names.intersection(given.split(","))
     return ",".join(sorted(allowed - {_PLUGIN}))

@@ -19,6 +19,9 @@ from vllm_fl.dispatch import PLUGIN_GROUP
 from vllm_fl.dispatch import DispatchError
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
+from vllm_fl.dispatch._installed import entry_points
+from vllm_fl.dispatch._installed import name_of
+from vllm_fl.dispatch._installed import requirements_of
 from vllm_fl.dispatch.variables import known_variables
 from vllm_fl.dispatch.variables import unread_variables
 
@@ -72,7 +75,7 @@ def _env(arguments: argparse.Namespace, output: Output) -> int:
 def environment() -> dict[str, Any]:
     """Return what ``vllm-fl env --json`` prints; the schema is in the documentation."""
     manager = get_default_manager()
-    problems, fingerprint = [], None
+    problems, fingerprint = entry_points(PLUGIN_GROUP)[1], None
     try:
         manager.discover()
         fingerprint = get_policy().fingerprint()
@@ -97,14 +100,13 @@ def environment() -> dict[str, Any]:
 def _packages() -> list[tuple[str, str | None]]:
     """Return what matters here with its version: by name, by entry point, what plugins require."""
     wanted = {*_ALWAYS, *_WHERE_INSTALLED}
-    for group in _GROUPS:
-        for entry in metadata.entry_points(group=group):
-            if entry.dist is None:
-                continue
-            wanted.add(entry.dist.name)
-            required = entry.dist.requires if group == PLUGIN_GROUP else None
-            names = [_REQUIREMENT.match(text) for text in required or () if "extra ==" not in text]
-            wanted.update(name.group() for name in names if name)
+    for entry in entry_points(*_GROUPS)[0]:
+        if entry.dist is None:
+            continue
+        wanted.add(name_of(entry.dist))
+        required = requirements_of(entry.dist) if entry.group == PLUGIN_GROUP else []
+        names = [_REQUIREMENT.match(text) for text in required if "extra ==" not in text]
+        wanted.update(name.group() for name in names if name)
     versions = {name: _version(name) for name in wanted}
     return sorted((n, v) for n, v in versions.items() if v is not None or n in _ALWAYS)
 

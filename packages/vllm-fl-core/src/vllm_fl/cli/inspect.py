@@ -10,8 +10,9 @@ from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
+from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch._foreign import raise_if_from_a_signal
 from vllm_fl.dispatch._known import install_hint
-from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.variables import unread_variables
 
@@ -146,7 +147,8 @@ def _why_not(impl: OpImpl) -> str | None:
     if reason is None:
         try:
             impl.load()
-        except Exception as error:  # noqa: BLE001 - the reason that people read
+        except BaseException as error:  # noqa: BLE001 - the reason that people read
+            raise_if_from_a_signal(error)
             return f"cannot be loaded: {describe(error)}"
     return reason
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import keyword
 import re
 import shutil
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,9 @@ from typing import Any
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import PLUGIN_GROUP
 from vllm_fl.dispatch import BackendImplKind
+from vllm_fl.dispatch._installed import entry_points
+from vllm_fl.dispatch._installed import name_of
+from vllm_fl.dispatch._installed import version_of
 from vllm_fl.dispatch._known import known_wheels
 from vllm_fl.dispatch.types import NATIVE
 
@@ -130,17 +132,15 @@ def check_name(name: str) -> None:
         raise Problem(
             f"{name!r} cannot be a vendor's name: {_sample().plugin!r} is the word that is replaced"
         )
-    for entry in metadata.entry_points(group=PLUGIN_GROUP):
+    for entry in entry_points(PLUGIN_GROUP)[0]:
         if entry.name == name:
-            owner = entry.dist.name if entry.dist else "another distribution"
+            owner = name_of(entry.dist) if entry.dist else "another distribution"
             raise Problem(f"a plugin {name!r} is already installed, by {owner}")
     if find_spec(f"vllm_fl_{name}"):
         raise Problem(f"a module vllm_fl_{name} is already installed")
-    try:
-        version = metadata.version(_distribution(name))
-    except metadata.PackageNotFoundError:
-        return
-    raise Problem(f"{_distribution(name)} {version} is already installed")
+    version = version_of(_distribution(name))
+    if version is not None:
+        raise Problem(f"{_distribution(name)} {version} is already installed")
 
 
 def _sample() -> Wheel:

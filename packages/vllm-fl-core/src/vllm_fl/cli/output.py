@@ -7,10 +7,12 @@ import json
 import os
 import sys
 from contextlib import contextmanager
-from importlib import metadata
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from typing import Any
+
+from vllm_fl.dispatch._installed import CORE
+from vllm_fl.dispatch._installed import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,10 +39,7 @@ class Problem(Exception):  # noqa: N818 - what the user reads, ExitCode.PROBLEM
 
 def generated_by() -> str:
     """Return ``vllm-fl-core <version>``."""
-    try:
-        return f"vllm-fl-core {metadata.version('vllm-fl-core')}"
-    except metadata.PackageNotFoundError:
-        return "vllm-fl-core (not installed)"
+    return f"{CORE} {version_of(CORE) or '(not installed)'}"
 
 
 class Output:

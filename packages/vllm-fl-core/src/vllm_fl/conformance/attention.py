@@ -18,7 +18,7 @@ from typing import TypeAlias
 from vllm_fl.conformance.result import Result
 from vllm_fl.conformance.result import Status
 from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch.backend import describe
+from vllm_fl.dispatch._foreign import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,8 +25,8 @@ from vllm_fl.conformance.tensors import threads_for
 from vllm_fl.conformance.tensors import written
 from vllm_fl.dispatch import RefusedBeforeWriting
 from vllm_fl.dispatch._fatal import is_fatal
+from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._predicate import as_bool
-from vllm_fl.dispatch.backend import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

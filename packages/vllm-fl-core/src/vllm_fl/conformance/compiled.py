@@ -26,7 +26,7 @@ from vllm_fl.conformance.result import Result
 from vllm_fl.conformance.result import Status
 from vllm_fl.conformance.tensors import moved
 from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch.backend import describe
+from vllm_fl.dispatch._foreign import describe
 from vllm_fl.integration.opaque import checked
 from vllm_fl.integration.opaque import opaque
 

@@ -8,7 +8,6 @@ import platform
 from collections import Counter
 from dataclasses import dataclass
 from dataclasses import field
-from importlib import metadata
 from typing import TYPE_CHECKING
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +16,7 @@ import torch
 
 from vllm_fl.cli.output import generated_by
 from vllm_fl.conformance.result import Status
+from vllm_fl.dispatch._installed import version_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,10 +92,9 @@ def _environment(device: torch.device, distributions: set[str]) -> dict[str, str
         "kit": generated_by(),
     }
     for name in (*sorted(distributions), *_RELATED):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        version = version_of(name)
+        if version is not None:
+            found[name] = version
     found["torch"] = torch.__version__
     return found
 

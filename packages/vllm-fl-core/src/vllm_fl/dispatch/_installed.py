@@ -5,8 +5,11 @@ Discovery warns of what it finds here; ``vllm-fl doctor`` looks further.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from vllm_fl.dispatch._foreign import describe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,6 +47,44 @@ class Copy:
         return f"{self.version or '(no version)'} in {self.metadata}"
 
 
+def entry_points(*groups: str) -> tuple[list[EntryPoint], list[str]]:
+    """Return the entry points of some groups, and a sentence for each distribution whose cannot be read.
+
+    ``importlib.metadata`` reads those of all distributions at once, or of none where one is damaged.
+    """
+    from importlib import metadata
+
+    with suppress(Exception):  # each Python raises something else
+        every = metadata.entry_points()
+        return [entry for group in groups for entry in every.select(group=group)], []
+    found: list[EntryPoint] = []
+    damaged = []
+    seen = set()
+    for one in metadata.distributions():
+        place = _place(one)
+        name = place.stem.partition("-")[0]
+        if name in seen:
+            continue  # the first one on the path counts
+        try:
+            found += [entry for entry in one.entry_points if entry.group in groups]
+        except Exception as error:  # noqa: BLE001 - as above
+            damaged.append(f"the entry points of {place} cannot be read: {describe(error)}")
+        seen.add(name)
+    return found, damaged
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of a distribution, None where it is not installed, and ``?`` if it is damaged."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution) or "?"
+    except metadata.PackageNotFoundError:
+        return None
+    except Exception:  # noqa: BLE001 - as above
+        return "?"
+
+
 def copies(distribution: str) -> list[Copy]:
     """Return every installation of a distribution on ``sys.path``, the one that counts first."""
     from importlib import metadata
@@ -71,9 +112,7 @@ def installed_twice() -> dict[str, list[Copy]]:
 
 
 def _is_ours(name: str, every: list[Distribution]) -> bool:
-    return name == CORE or any(
-        f"[{PLUGIN_GROUP}]" in (one.read_text("entry_points.txt") or "") for one in every
-    )
+    return name == CORE or any(f"[{PLUGIN_GROUP}]" in text_of(one, "entry_points.txt") for one in every)
 
 
 def _apart(distributions: Iterable[Distribution]) -> list[Copy]:
@@ -85,11 +124,36 @@ def _apart(distributions: Iterable[Distribution]) -> list[Copy]:
     return list(found.values())
 
 
+def text_of(distribution: Distribution, name: str) -> str:
+    """Return a file of a distribution's metadata, nothing where it is missing or damaged."""
+    try:
+        return distribution.read_text(name) or ""
+    except Exception:  # noqa: BLE001 - each Python raises something else
+        return ""
+
+
 def _place(distribution: Distribution) -> Path:
     from pathlib import Path  # a tenth of importing this package
 
     path = getattr(distribution, "_path", None)  # no public name says which of the files it is
     return Path(str(path)) if path is not None else Path(str(distribution.locate_file("")))
+
+
+def name_of(distribution: Distribution) -> str:
+    """Return the name of a distribution; that of its folder where its metadata is damaged."""
+    try:
+        found = distribution.name
+    except Exception:  # noqa: BLE001 - as above
+        found = None
+    return found or _place(distribution).stem.partition("-")[0]
+
+
+def requirements_of(distribution: Distribution) -> list[str]:
+    """Return what a distribution requires, nothing where its metadata is damaged."""
+    try:
+        return list(distribution.requires or ())
+    except Exception:  # noqa: BLE001 - as above
+        return []
 
 
 def _version(distribution: Distribution) -> str:
@@ -111,7 +175,7 @@ def rivals(entry_points: Iterable[EntryPoint]) -> list[str]:
     Python imports one of the two packages, and their files may lie in one folder.
     """
     found = {
-        entry.dist.name
+        name_of(entry.dist)
         for entry in entry_points
         if entry.value.partition(":")[0].partition(".")[0] == PACKAGE and entry.dist is not None
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from typing import Any
@@ -33,6 +34,17 @@ def warn_once(message: str, *args: object) -> str:
     return line
 
 
+class _StderrHandler(logging.StreamHandler[Any]):
+    """Prints on what ``sys.stderr`` is at that moment; another one may have been closed since."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stderr
+
+
 def set_log_level(level: str | int) -> None:
     """Print the package's log from ``level`` on stderr; as VLLM_FL_LOG_LEVEL does.
 
@@ -42,7 +54,7 @@ def set_log_level(level: str | int) -> None:
     root = logging.getLogger(ROOT)
     root.setLevel(level.upper() if isinstance(level, str) else level)
     if not root.handlers:
-        handler = logging.StreamHandler()
+        handler = _StderrHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s [%(name)s] %(message)s"))
         root.addHandler(handler)
         root.propagate = False

@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 from vllm_fl.dispatch._config import policy_of
 from vllm_fl.dispatch._config import read
+from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch._foreign import raise_if_from_a_signal
 from vllm_fl.dispatch._known import Names
 from vllm_fl.dispatch._log import warn_once
 from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.backend import Backend
-from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy import PACKAGED
 from vllm_fl.dispatch.policy import SelectionPolicy
@@ -61,7 +62,7 @@ def lies_below(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> Below:
         return nothing
     impls = [impl for impls in snapshot.impls_by_op.values() for impl in impls if impl.vendor]
     available = {impl.vendor for impl in impls if impl.is_available()}
-    found = [backend for backend in backends if backend.vendor in available]
+    found = [backend for backend in backends if _vendor(backend) in available]
     if not found:
         return nothing
     if len(available) > 1:
@@ -77,6 +78,14 @@ def lies_below(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> Below:
     return _read(backend, f"the packaged defaults of {backend.vendor}{wheel}", Names(snapshot))
 
 
+def _vendor(backend: Backend) -> str | None:
+    try:
+        return backend.vendor
+    except BaseException as error:  # noqa: BLE001 - it was registered with one, and has none now
+        raise_if_from_a_signal(error)
+        return None
+
+
 def _read(backend: Backend, place: str, names: Names) -> Below:
     reader = _Reader(names)
     try:
@@ -86,9 +95,8 @@ def _read(backend: Backend, place: str, names: Names) -> Below:
         for key, value in given.items():
             reader.entry(key, value)
         policy = reader.policy(place)
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
     except BaseException as error:  # noqa: BLE001 - a plugin's fault costs that plugin's defaults
+        raise_if_from_a_signal(error)
         problem = str(error) if isinstance(error, PolicyError) else f"{describe(error)}."
         return Below(SelectionPolicy(), (warn_once("%s: %s They are not used.", place, problem),))
     lines = [warn_once("%s: %s It is left out, and the rest holds.", place, one) for one in reader.faults]

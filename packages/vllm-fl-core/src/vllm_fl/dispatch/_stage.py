@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch._known import owner_of
+from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.dispatch.registry import check_backend
 from vllm_fl.dispatch.types import OpImpl
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class Stage(OpRegistry):
         self.backends: list[Backend] = []
         self.problems: list[str] = []
         self.too_many = False
+        #: What is registered now is too late.
+        self.is_closed = False
 
     def register_many(self, impls: Iterable[OpImpl]) -> None:
         """Register what is right of ``impls``, of which there may be no end."""
@@ -51,6 +55,8 @@ class Stage(OpRegistry):
         origin: Origin | None = None,
     ) -> None:
         """Keep what is right; note what is not, so that its siblings stay."""
+        if self.is_closed:
+            raise RegistrationError("register() has returned, or failed; register what is left there")
         kept = len(self.impls) + len(self.operators) + len(self.backends) + len(self.problems)
         self.too_many |= kept + len(impls) + len(operators) > MOST_IMPLEMENTATIONS
         if self.too_many:
@@ -59,8 +65,8 @@ class Stage(OpRegistry):
             if self._try(operators=(operator,)):
                 self.operators.append(operator)
         for impl in impls:
-            if not isinstance(impl, OpImpl):
-                self.problems.append(f"{impl!r} is no OpImpl")
+            if not issubclass(type(impl), OpImpl):
+                self.problems.append(f"{shown(impl)} is no OpImpl")
                 continue
             owned = replace(impl, origin=self._origin)
             owner = owner_of(impl_id=impl.impl_id)
@@ -74,6 +80,7 @@ class Stage(OpRegistry):
 
     def register_backend(self, backend: Backend) -> None:
         """Register what is right of it; see :meth:`commit`."""
+        check_backend(backend)
         impls = []
         for op_name in OPERATORS:
             try:

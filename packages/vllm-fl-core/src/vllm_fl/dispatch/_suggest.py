@@ -20,6 +20,8 @@ def shown(value: object) -> str:
         text = short.repr(value)
     except ValueError:  # Python writes no number of thousands of digits
         return f"a number that is too long to show ({type(value).__name__})"
+    except BaseException:  # noqa: BLE001 - a `__repr__` may do anything
+        return f"an object of {type(value).__name__} that cannot be shown"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING
 from typing import Any
 from typing import ClassVar
 
+from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch._foreign import left_undone
+from vllm_fl.dispatch._foreign import raise_if_from_a_signal
+from vllm_fl.dispatch._foreign import shortened
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._fork import after_fork_in_child
+from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch._watch import Watch
 from vllm_fl.dispatch._work import Work
 from vllm_fl.dispatch.errors import DispatchError
@@ -24,6 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _OPTIONS = "__implementation__"
+
+#: Wrappers of wrappers; no decorated function has as many.
+_MOST_LAYERS = 100
 
 
 def implementation(
@@ -210,29 +218,31 @@ def provisional_answers() -> int:
     return _availability.provisional
 
 
-def describe(error: BaseException) -> str:
-    """Return an exception as a reason that a person reads."""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"{error.name.partition('.')[0]} is not installed: {error}"
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 def _answer(question: str, ask: Callable[[], object]) -> str | None:
     try:
         answer = ask()
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
+        undone = left_undone(answer)
+        if undone:
+            return f"{question}: {undone}"
+        if isinstance(answer, str):
+            answer = shortened(answer)
+            if answer:
+                return answer
+        return None if answer else f"{question} is {shown(answer)}"
     except BaseException as error:  # noqa: BLE001 - SystemExit too: a plugin must not end the process
+        raise_if_from_a_signal(error)
         return describe(error)
-    if isinstance(answer, str) and answer:
-        return answer
-    return None if answer else f"{question} is {answer!r}"
 
 
 def _layers(fn: object) -> Iterator[object]:
-    """Yield ``fn``, and what it is a partial or a wrapper of, from the outside in."""
-    while fn is not None:
+    """Yield ``fn``, and what it is a partial or a wrapper of, from the outside in.
+
+    An object may wrap itself, or make a new one whenever it is asked.
+    """
+    seen: set[int] = set()
+    while fn is not None and id(fn) not in seen and len(seen) < _MOST_LAYERS:
         yield fn
+        seen.add(id(fn))
         fn = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__wrapped__", None)
 
 
@@ -243,14 +253,16 @@ def availability(impl: OpImpl) -> tuple[str | None, str | None]:
         Why its backend is not available, and, of an available one, what this
         operator lacks; None where there is nothing to say.
     """
-    backend = None
-    for layer in _layers(impl.fn):
-        hook = getattr(layer, "_is_available", None)
-        if callable(hook):
-            name = getattr(hook, "__qualname__", "is_available")
-            return _availability.reason(getattr(hook, "__self__", hook), f"{name}()", hook), None
-        backend = backend or getattr(layer, "__self__", None)
-    if not isinstance(backend, Backend):
+    try:
+        hook, backend = _who_answers(impl.fn)
+        owner, name = getattr(hook, "__self__", hook), getattr(hook, "__qualname__", "is_available")
+        question = f"{name}()"
+    except BaseException as error:  # noqa: BLE001 - an object may raise whatever is asked of it
+        raise_if_from_a_signal(error)
+        return describe(error), None
+    if hook is not None:
+        return _availability.reason(owner, question, hook), None
+    if backend is None:
         return None, None
 
     def ask() -> object:
@@ -262,8 +274,26 @@ def availability(impl: OpImpl) -> tuple[str | None, str | None]:
     if reason is not None:
         return reason, None
     try:
-        return None, backend.missing(impl.op_name)
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
+        lacks: object = backend.missing(impl.op_name)
+        undone = left_undone(lacks)
+        if isinstance(lacks, str):
+            return None, shortened(lacks) or None
+        if undone or lacks is not None:
+            question = f"{type(backend).__qualname__}.missing({impl.op_name!r})"
+            return None, f"{question}: {undone or f'it is {shown(lacks)}, not a sentence or None'}"
+        return None, None
     except BaseException as error:  # noqa: BLE001 - the reason, as above
+        raise_if_from_a_signal(error)
         return None, describe(error)
+
+
+def _who_answers(fn: object) -> tuple[Callable[[], object] | None, Backend | None]:
+    """Return the ``_is_available`` of a function or of what it wraps, or the backend whose method it is."""
+    backend = None
+    for layer in _layers(fn):
+        hook = getattr(layer, "_is_available", None)
+        if callable(hook):
+            return hook, None
+        backend = backend if backend is not None else getattr(layer, "__self__", None)
+    # Its class is asked, because a proxy may tell that it is another one.
+    return None, backend if issubclass(type(backend), Backend) else None

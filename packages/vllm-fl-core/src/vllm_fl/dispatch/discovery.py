@@ -20,20 +20,31 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch._config import names_variable
+from vllm_fl.dispatch._foreign import absent_module
+from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch._foreign import is_loggable
+from vllm_fl.dispatch._foreign import left_undone
+from vllm_fl.dispatch._foreign import raise_if_from_a_signal
+from vllm_fl.dispatch._foreign import shortened
+from vllm_fl.dispatch._installed import CORE
 from vllm_fl.dispatch._installed import PACKAGE
 from vllm_fl.dispatch._installed import PLUGIN_GROUP
 from vllm_fl.dispatch._installed import VLLM_GROUPS
+from vllm_fl.dispatch._installed import entry_points
 from vllm_fl.dispatch._installed import installed_twice
 from vllm_fl.dispatch._installed import rivals
 from vllm_fl.dispatch._installed import sentence
+from vllm_fl.dispatch._installed import text_of
+from vllm_fl.dispatch._installed import version_of
+from vllm_fl.dispatch._kept import process_kept
 from vllm_fl.dispatch._known import owner_of
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._log import root_logger_kept
 from vllm_fl.dispatch._stage import TOO_MANY
 from vllm_fl.dispatch._stage import Stage
 from vllm_fl.dispatch._suggest import did_you_mean
+from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch._watch import Watch
-from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.registry import PluginRecord
@@ -56,7 +67,9 @@ PLUGIN_API_VERSION = 1
 OLDEST_PLUGIN_API_VERSION = 1
 
 _ENTRY_FUNCTIONS = ("register_builtins", "vllm_fl_register", "register")
-_HEADER = re.compile(r"^(Name|Version):[ \t]*(\S.*?)\s*$", re.MULTILINE)
+_HEADERS = ("Name", "Version")
+#: Of metadata; what lies beyond is no header.
+_LONGEST_HEADERS = 2**20
 _API_LITERAL = re.compile(r"^VLLM_FL_PLUGIN_API\b[^=\n]*=[ \t]*(\d+)[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
@@ -144,15 +157,15 @@ def _title(record: PluginRecord) -> str:
 
 
 def _installed() -> list[_Found]:
-    from importlib import metadata  # costs half of importing this package
-
     found = []
-    every = metadata.entry_points()
-    for entry in every.select(group=PLUGIN_GROUP):
-        name, version = _name_and_version(entry.dist)
-        found.append(_Found(Origin(name, version, entry.name), entry.name, entry.value))
-    of_vllm = [entry for group in VLLM_GROUPS for entry in every.select(group=group)]
-    _warn_of_others(of_vllm)
+    every, damaged = entry_points(PLUGIN_GROUP, *VLLM_GROUPS)
+    for problem in damaged:
+        logger.warning("%s; its entry points are not used", problem)
+    for entry in every:
+        if entry.group == PLUGIN_GROUP:
+            name, version = _name_and_version(entry.dist)
+            found.append(_Found(Origin(name, version, entry.name), entry.name, entry.value))
+    _warn_of_others([entry for entry in every if entry.group != PLUGIN_GROUP])
     # Two distributions may use one name: the owner of a reserved name comes
     # first, then the order of names, so that every process chooses alike.
     return sorted(found, key=lambda p: (p.name, not _owns_its_name(p), p.origin.distribution))
@@ -172,12 +185,13 @@ def _warn_of_others(entry_points: list[EntryPoint]) -> None:
 
 
 def _name_and_version(distribution: Any) -> tuple[str, str]:
-    try:
-        # `distribution.metadata` parses the whole description, whenever it is asked for.
-        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-    except Exception:  # noqa: BLE001 - damaged; each Python raises something else
-        text = ""
-    headers = dict(_HEADER.findall(text.partition("\n\n")[0]))
+    # `distribution.metadata` parses the whole description, whenever it is asked for.
+    text = text_of(distribution, "METADATA") or text_of(distribution, "PKG-INFO")
+    headers: dict[str, str] = {}
+    for line in text[:_LONGEST_HEADERS].partition("\n\n")[0].splitlines():
+        header, _, value = line.partition(":")
+        if header in _HEADERS and value.strip():
+            headers[header] = shortened(value.strip())
     return headers.get("Name", "?"), headers.get("Version", "?")
 
 
@@ -208,12 +222,15 @@ def _watched_load(registry: OpRegistry, plugin: _Found, watch: Watch) -> PluginR
     with (
         watch.over(f"{title} has been loading", f"{others}; `vllm-fl doctor` tests it by itself."),
         root_logger_kept() as changed,
+        process_kept() as also_changed,
     ):
         record = _load(registry, plugin)
     if changed:
         logger.warning(
             "%s changed the root logger (%s) while it was loaded; that is undone", title, ", ".join(changed)
         )
+    if also_changed:
+        logger.warning("%s changed %s while it was loaded; that is undone", title, ", ".join(also_changed))
     return record
 
 
@@ -221,8 +238,9 @@ def _load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
     owner = owner_of(plugin=plugin.name)
     if owner is not None and owner.distribution != plugin.origin.distribution:
         return plugin.record("refused", f"the name {plugin.name!r} is reserved to {owner.distribution}")
-    module_name, _, attribute = plugin.source.partition(":")
+    module_name = plugin.source.partition(":")[0]
     api: int | None = None
+    stage = Stage(registry, plugin.origin)
     try:
         api = _declared_api(module_name)
         problem = _api_problem(plugin, api)
@@ -233,38 +251,38 @@ def _load(registry: OpRegistry, plugin: _Found) -> PluginRecord:
         problem = _api_problem(plugin, api)
         if problem:
             return plugin.record("incompatible", problem)
-        stage = Stage(registry, plugin.origin)
-        _entry_function(module, attribute)(stage)
+        undone = left_undone(_entry_function(module, plugin.source)(stage))
+        if undone:
+            raise RegistrationError(f"{plugin.source} has registered nothing: {undone}")
         if stage.too_many:  # and it went on when it was told
             raise RegistrationError(TOO_MANY)
-    except PolicyError:
-        raise
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as error:
-        if (
-            isinstance(error, ModuleNotFoundError)
-            and f"{module_name}.".startswith(f"{error.name}.")
-            and plugin.origin.distribution == PLUGIN_MODULES_ENV
-        ):
-            raise PolicyError(f"{PLUGIN_MODULES_ENV}: there is no module {module_name!r}.") from None
-        logger.debug("plugin %r failed", plugin.name, exc_info=True)
-        return plugin.record("failed", f"{describe(error)}{_line_of(error)}", api_version=api)
-    variables = _variables(module, stage)
-    if stage.problems and not stage.impls and not stage.operators:
-        return plugin.record("failed", "; ".join(stage.problems), api_version=api)
-    try:
+        variables = _variables(module, stage)
+        stage.is_closed = True
+        problems = shortened("; ".join(stage.problems))
+        if problems and not stage.impls and not stage.operators:
+            return plugin.record("failed", problems, api_version=api)
         registry.commit(
             impls=tuple(stage.impls),
             operators=tuple(stage.operators),
             backends=tuple(stage.backends),
             origin=plugin.origin,
         )
-    except RegistrationError as error:
-        return plugin.record("failed", str(error), api_version=api)
+    except PolicyError:
+        raise  # a plugin refuses a variable of its own in this way
+    except BaseException as error:
+        raise_if_from_a_signal(error)
+        absent = absent_module(error)
+        is_named = plugin.origin.distribution == PLUGIN_MODULES_ENV
+        if absent and is_named and f"{module_name}.".startswith(f"{absent}."):
+            raise PolicyError(f"{PLUGIN_MODULES_ENV}: there is no module {module_name!r}.") from None
+        logger.debug("plugin %r failed", plugin.name, exc_info=is_loggable(error))
+        return plugin.record("failed", f"{describe(error)}{_line_of_it()}", api_version=api)
+    finally:
+        # A thread that it has started must not believe that it registers something.
+        stage.is_closed = True
     return plugin.record(
         "loaded",
-        "; ".join(stage.problems),
+        problems,
         api_version=api,
         operators=tuple(dict.fromkeys(impl.op_name for impl in stage.impls)),
         variables=variables,
@@ -279,7 +297,7 @@ def _variables(module: ModuleType, stage: Stage) -> tuple[str, ...]:
     ):
         return tuple(names)
     stage.problems.append(
-        f"VLLM_FL_VARIABLES must be a tuple of names that begin with {PREFIX}, not {names!r}"
+        f"VLLM_FL_VARIABLES must be a tuple of names that begin with {PREFIX}, not {shown(names)}"
     )
     return ()
 
@@ -309,32 +327,23 @@ def _declared_api(module_name: str) -> int | None:
 def _api_problem(plugin: _Found, api: object) -> str | None:
     if api is None:
         return None
-    if isinstance(api, bool) or not isinstance(api, int):
-        return f"VLLM_FL_PLUGIN_API must be an integer, not {api!r}"
+    if type(api) is not int:
+        return f"VLLM_FL_PLUGIN_API must be an integer, not {shown(api)}"
     if OLDEST_PLUGIN_API_VERSION <= api <= PLUGIN_API_VERSION:
         return None
-    core = f"vllm-fl-core {_core_version()}"
+    core = f"{CORE} {version_of(CORE) or '(not installed)'}"
     wheel = f"{plugin.origin.distribution} {plugin.origin.version}".rstrip()
     newer = api > PLUGIN_API_VERSION
-    mend = "vllm-fl-core" if newer else plugin.origin.distribution
+    mend = CORE if newer else plugin.origin.distribution
     return (
         f"{wheel} was written for plugin API {api}, and {core} knows {OLDEST_PLUGIN_API_VERSION} to "
         f"{PLUGIN_API_VERSION}; pip install --upgrade {mend}"
     )
 
 
-def _core_version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("vllm-fl-core")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-def _entry_function(module: ModuleType, attribute: str) -> Callable[[OpRegistry], Any]:
+def _entry_function(module: object, source: str) -> Callable[[OpRegistry], Any]:
     target: Any = module
-    for name in filter(None, attribute.split(".")):
+    for name in filter(None, source.partition(":")[2].split(".")):
         target = getattr(target, name)
     if isinstance(target, ModuleType):
         for name in _ENTRY_FUNCTIONS:
@@ -343,14 +352,14 @@ def _entry_function(module: ModuleType, attribute: str) -> Callable[[OpRegistry]
                 return function  # type: ignore[no-any-return]
         raise RegistrationError(f"module {target.__name__} has none of {', '.join(_ENTRY_FUNCTIONS)}")
     if not callable(target):
-        raise RegistrationError(f"{module.__name__}:{attribute} is {target!r}, not a function")
+        raise RegistrationError(f"{source} is {shown(target)}, not a function")
     return target  # type: ignore[no-any-return]
 
 
-def _line_of(error: BaseException) -> str:
-    """Say where an exception was raised, outside this module."""
+def _line_of_it() -> str:
+    """Say where the exception that is being handled was raised, outside this module."""
     where = ""
-    traceback = error.__traceback__
+    traceback = sys.exc_info()[2]
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if code.co_filename != __file__ and "importlib" not in code.co_filename:

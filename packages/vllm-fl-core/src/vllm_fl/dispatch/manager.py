@@ -88,6 +88,8 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch import selection
+from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch._foreign import is_loggable
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._fork import after_fork_in_child
 from vllm_fl.dispatch._guard import Candidate
@@ -99,7 +101,6 @@ from vllm_fl.dispatch._packaged import effective
 from vllm_fl.dispatch._refusal import note_entrance
 from vllm_fl.dispatch._refusal import note_handed_out
 from vllm_fl.dispatch._work import Work
-from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.backend import provisional_answers
 from vllm_fl.dispatch.errors import DispatchError
 from vllm_fl.dispatch.errors import NoImplementationError
@@ -470,7 +471,7 @@ class OpManager:
             op_name,
             op_name,
             reason,
-            exc_info=error,
+            exc_info=error if is_loggable(error) else None,
         )
 
     def bad_answer(self, op_name: str, impl_id: str, answer: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from typing import Protocol
 
 from vllm_fl.dispatch._fork import ForkSafeLock
+from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.declaration import Operator
 from vllm_fl.dispatch.declaration import declaration_of
 from vllm_fl.dispatch.errors import RegistrationError
@@ -145,6 +146,7 @@ class OpRegistry:
         Raises:
             RegistrationError: see :meth:`register_impl`.
         """
+        check_backend(backend)
         self.commit(impls=tuple(backend.implementations()), backends=(backend,))
 
     def declare(self, method: Any) -> None:
@@ -160,7 +162,7 @@ class OpRegistry:
         """
         found = method if isinstance(method, Operator) else declaration_of(method)
         if found is None:
-            raise RegistrationError(f"{method!r} is no declaration: decorate it with @operator.")
+            raise RegistrationError(f"{shown(method)} is no declaration: decorate it with @operator.")
         self.commit(operators=(found,))
 
     def commit(
@@ -211,6 +213,20 @@ class OpRegistry:
             self._listeners = (*living, weakref.ref(listener))
 
 
+def check_backend(backend: object) -> None:
+    """Check that something is a backend, and no object that only says so.
+
+    Raises:
+        RegistrationError: it is none.
+    """
+    from vllm_fl.dispatch.backend import Backend
+
+    if isinstance(backend, type):
+        raise RegistrationError(f"{shown(backend)} is a class; register an instance of it")
+    if not issubclass(type(backend), Backend):
+        raise RegistrationError(f"{shown(backend)} is no Backend")
+
+
 def _add_operator(declared: dict[str, Operator], operator: Operator) -> str | None:
     known = declared.get(operator.name)
     if known is not None and (known.signature, known.mutates) != (operator.signature, operator.mutates):
@@ -222,8 +238,8 @@ def _add_operator(declared: dict[str, Operator], operator: Operator) -> str | No
 def _add_impl(
     by_op: dict[str, tuple[OpImpl, ...]], declared: Mapping[str, Operator], impl: OpImpl
 ) -> str | None:
-    if not isinstance(impl, OpImpl):
-        return f"{impl!r} is no OpImpl"
+    if not issubclass(type(impl), OpImpl):
+        return f"{shown(impl)} is no OpImpl"
     what = f"{impl.impl_id} of {impl.op_name}"
     siblings = by_op.get(impl.op_name, ())
     known = next((sibling for sibling in siblings if sibling.impl_id == impl.impl_id), None)

@@ -6,10 +6,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_fl.dispatch import decision as status
+from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch._foreign import raise_if_from_a_signal
 from vllm_fl.dispatch._packaged import effective
 from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.backend import availability
-from vllm_fl.dispatch.backend import describe
 from vllm_fl.dispatch.decision import CandidateReport
 from vllm_fl.dispatch.decision import Decision
 from vllm_fl.dispatch.errors import UnknownOperatorError
@@ -105,9 +106,8 @@ def _rejection(
         return status.FAILED, f"set aside after it raised {failed[impl.impl_id]}"
     try:
         fn = impl.load()
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
     except BaseException as error:  # noqa: BLE001 - SystemExit too, as of is_available()
+        raise_if_from_a_signal(error)
         return status.UNAVAILABLE, f"cannot be loaded: {describe(error)}"
     if not isinstance(impl.fn, str):
         return None

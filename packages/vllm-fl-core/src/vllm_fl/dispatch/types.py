@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import enum
 import importlib
+import itertools
 import re
 from dataclasses import dataclass
 from dataclasses import field
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl.dispatch._foreign import unfit
+from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.errors import RegistrationError
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ class BackendPriority(enum.IntEnum):
 
 _IMPL_ID = re.compile(r"(default|vendor|reference)(\.[a-z0-9][a-z0-9_-]*)+")
 _OP_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_MOST_ARGUMENTS = 100
 _REFERENCE_TO = re.compile(r"[\w.]+:[\w.]+")
 
 
@@ -102,15 +106,15 @@ class OpImpl:
 
     def __post_init__(self) -> None:
         if not isinstance(self.op_name, str) or not _OP_NAME.fullmatch(self.op_name):
-            self._refuse(f"op_name must be a name like 'rms_norm', not {self.op_name!r}")
+            self._refuse(f"op_name must be a name like 'rms_norm', not {shown(self.op_name)}")
         try:
             object.__setattr__(self, "kind", BackendImplKind(self.kind))
-        except ValueError:
-            self._refuse(f"kind must be a BackendImplKind, not {self.kind!r}")
+        except Exception:  # noqa: BLE001 - an object that compares may raise anything
+            self._refuse(f"kind must be a BackendImplKind, not {shown(self.kind)}")
         if not isinstance(self.impl_id, str) or not _IMPL_ID.fullmatch(self.impl_id):
             self._refuse(
                 f"impl_id must be '<kind>.<name>' in lower case, such as 'vendor.acme' or "
-                f"'reference.torch', not {self.impl_id!r}"
+                f"'reference.torch', not {shown(self.impl_id)}"
             )
         parts = self.impl_id.split(".")
         if parts[0] != self.kind.prefix:
@@ -126,26 +130,34 @@ class OpImpl:
             if not _REFERENCE_TO.fullmatch(self.fn):
                 self._refuse(f"fn must be a callable or 'module:function', not {self.fn!r}")
         elif not callable(self.fn):
-            self._refuse(f"fn must be a callable or 'module:function', not {self.fn!r}")
+            self._refuse(f"fn must be a callable or 'module:function', not {shown(self.fn)}")
+        elif problem := unfit(self.fn):
+            self._refuse(f"fn: {problem}")
         if self.supports is not None and not callable(self.supports):
-            self._refuse(f"supports must be a callable or None, not {self.supports!r}")
+            self._refuse(f"supports must be a callable or None, not {shown(self.supports)}")
+        if self.supports is not None and (problem := unfit(self.supports)):
+            self._refuse(f"supports: {problem}")
         if self.priority is None:
             object.__setattr__(self, "priority", int(BackendPriority[self.kind.name]))
         elif isinstance(self.priority, bool) or not isinstance(self.priority, int):
-            self._refuse(f"priority must be an integer, not {self.priority!r}")
+            self._refuse(f"priority must be an integer, not {shown(self.priority)}")
         if self.writes is not None:
-            if isinstance(self.writes, str):
-                self._refuse(f"writes must be a tuple of argument names, not {self.writes!r}")
-            object.__setattr__(self, "writes", tuple(self.writes))
+            # It may be an iterator, even one without an end.
+            is_text = isinstance(self.writes, str)
+            writes = () if is_text else tuple(itertools.islice(self.writes, _MOST_ARGUMENTS + 1))
+            is_names = all(isinstance(name, str) for name in writes)
+            if is_text or not is_names or len(writes) > _MOST_ARGUMENTS:
+                self._refuse(f"writes must be a tuple of argument names, not {shown(self.writes)}")
+            object.__setattr__(self, "writes", writes)
 
     def _refuse(self, reason: str) -> None:
-        raise RegistrationError(f"OpImpl({self.op_name!r}, {self.impl_id!r}): {reason}.")
+        raise RegistrationError(f"OpImpl({shown(self.op_name)}, {shown(self.impl_id)}): {reason}.")
 
     def load(self) -> Callable[..., Any]:
         """Return ``fn``, imported the first time where it is ``"module:function"``.
 
         Raises:
-            TypeError: what it names cannot be called.
+            TypeError: what it names is no function.
             Exception: whatever the import raises.
         """
         if not isinstance(self.fn, str):
@@ -158,7 +170,9 @@ class OpImpl:
             for name in attribute.split("."):
                 found = getattr(found, name)
             if not callable(found):
-                raise TypeError(f"{self.fn} is {found!r}, not a function")
+                raise TypeError(f"{self.fn} is {shown(found)}, not a function")
+            if problem := unfit(found):
+                raise TypeError(f"{self.fn}: {problem}")
             loaded = _loaded.setdefault(self.fn, found)
         return loaded
 

@@ -11,14 +11,20 @@ from urllib.parse import unquote
 from urllib.parse import urlparse
 
 import vllm_fl
+from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._installed import CORE
 from vllm_fl.dispatch._installed import PACKAGE
 from vllm_fl.dispatch._installed import PLUGIN_GROUP
 from vllm_fl.dispatch._installed import VLLM_GROUPS
 from vllm_fl.dispatch._installed import copies
+from vllm_fl.dispatch._installed import entry_points
 from vllm_fl.dispatch._installed import installed_twice
+from vllm_fl.dispatch._installed import name_of
+from vllm_fl.dispatch._installed import requirements_of
 from vllm_fl.dispatch._installed import rivals
 from vllm_fl.dispatch._installed import sentence
+from vllm_fl.dispatch._installed import text_of
+from vllm_fl.dispatch._installed import version_of
 from vllm_fl.doctor.finding import FAIL
 from vllm_fl.doctor.finding import PASS
 from vllm_fl.doctor.finding import SKIP
@@ -34,27 +40,21 @@ if TYPE_CHECKING:
 
 
 def _plugin_distributions() -> set[str]:
-    return {e.dist.name for e in metadata.entry_points(group=PLUGIN_GROUP) if e.dist is not None}
-
-
-def _text(distribution: Distribution, name: str) -> str:
-    try:
-        return distribution.read_text(name) or ""
-    except (OSError, UnicodeError):
-        return ""
+    return {name_of(entry.dist) for entry in entry_points(PLUGIN_GROUP)[0] if entry.dist is not None}
 
 
 def _provides(distribution: Distribution, package: str) -> bool:
     """Whether a distribution has files of an import package."""
-    if package in _text(distribution, "top_level.txt").split():
+    if package in text_of(distribution, "top_level.txt").split():
         return True
-    return f"\n{package}/" in "\n" + _text(distribution, "RECORD")
+    return f"\n{package}/" in "\n" + text_of(distribution, "RECORD")
 
 
 def installation(examination: Examination) -> list[Finding]:
     """Every wheel is installed once, whole, and is the one that Python imports."""
     names = sorted(_plugin_distributions() | {CORE})
-    findings = [_double(name, every) for name, every in installed_twice().items()]
+    findings = [_unreadable(problem) for problem in entry_points()[1]]
+    findings += [_double(name, every) for name, every in installed_twice().items()]
     findings += [finding for name in names for finding in _incomplete(name)]
     findings += [*_rivals(), *_entry_points_twice(), *_imported_from_elsewhere()]
     return findings or [Finding(PASS, f"installed once and whole: {', '.join(names)}")]
@@ -72,9 +72,27 @@ def _double(name: str, every: list[Copy]) -> Finding:
     )
 
 
+def _unreadable(problem: str) -> Finding:
+    return Finding(
+        FAIL,
+        problem,
+        "Python gives a program the entry points of all distributions or of none, and vLLM asks for them",
+        "install that distribution anew, or remove the folder that is named",
+    )
+
+
 def _incomplete(name: str) -> Iterator[Finding]:
     for one in metadata.distributions(name=name):
-        listed = [file for file in one.files or () if file.suffix == ".py"]
+        try:
+            listed = [file for file in one.files or () if file.suffix == ".py"]
+        except Exception as error:  # noqa: BLE001 - each Python raises something else
+            yield Finding(
+                WARN,
+                f"the list of the files of {name} cannot be read: {describe(error)}",
+                "it cannot be said whether they are all there",
+                f"pip install --force-reinstall --no-deps {name}",
+            )
+            continue
         gone = [str(file) for file in listed if not Path(str(one.locate_file(file))).exists()]
         if gone:
             yield Finding(
@@ -86,9 +104,8 @@ def _incomplete(name: str) -> Iterator[Finding]:
 
 
 def _rivals() -> Iterator[Finding]:
-    of_vllm = [entry for group in VLLM_GROUPS for entry in metadata.entry_points(group=group)]
-    found = set(rivals(of_vllm))
-    found |= {one.name for one in metadata.distributions() if one.name != CORE and _provides(one, PACKAGE)}
+    found = set(rivals(entry_points(*VLLM_GROUPS)[0]))
+    found |= {name_of(one) for one in metadata.distributions() if _provides(one, PACKAGE)} - {CORE}
     for name in sorted(found):
         yield Finding(
             FAIL,
@@ -101,8 +118,8 @@ def _rivals() -> Iterator[Finding]:
 def _entry_points_twice() -> Iterator[Finding]:
     for group in (PLUGIN_GROUP, *VLLM_GROUPS):
         owners: dict[str, list[str]] = {}
-        for entry in metadata.entry_points(group=group):
-            owners.setdefault(entry.name, []).append(entry.dist.name if entry.dist else "?")
+        for entry in entry_points(group)[0]:
+            owners.setdefault(entry.name, []).append(name_of(entry.dist) if entry.dist else "?")
         for name, wheels in sorted(owners.items()):
             # Two distributions with one plugin are the check "plugins".
             is_ours = group == PLUGIN_GROUP or CORE in wheels
@@ -142,7 +159,7 @@ def _imported_from_elsewhere() -> Iterator[Finding]:
 def _editable(distribution: Distribution) -> Path | None:
     """Return the folder that an editable installation points to."""
     try:
-        origin = json.loads(_text(distribution, "direct_url.json") or "{}")
+        origin = json.loads(text_of(distribution, "direct_url.json") or "{}")
     except ValueError:
         return None
     if not origin.get("dir_info", {}).get("editable"):
@@ -159,7 +176,7 @@ def requirements(examination: Examination) -> list[Finding]:
         for name in sorted(_plugin_distributions() | {CORE})
         for finding in _unmet(name, only=None, status=FAIL)
     ]
-    vllms = [one.name for one in metadata.distributions() if _provides(one, "vllm")]
+    vllms = [name_of(one) for one in metadata.distributions() if _provides(one, "vllm")]
     # The rest of what vLLM requires is its own affair.
     findings += [finding for name in vllms for finding in _unmet(name, only="torch", status=WARN)]
     if find_spec("torch") is not None:
@@ -170,12 +187,10 @@ def requirements(examination: Examination) -> list[Finding]:
 def _unmet(name: str, only: str | None, status: str) -> Iterator[Finding]:
     from packaging.requirements import InvalidRequirement
     from packaging.requirements import Requirement
+    from packaging.version import InvalidVersion
 
-    try:
-        lines = metadata.requires(name) or []
-    except metadata.PackageNotFoundError:
-        return
-    for line in lines:
+    one = next(iter(metadata.distributions(name=name)), None)
+    for line in requirements_of(one) if one is not None else ():
         try:
             needed = Requirement(line)
         except InvalidRequirement as error:
@@ -184,11 +199,12 @@ def _unmet(name: str, only: str | None, status: str) -> Iterator[Finding]:
             continue
         if only not in (None, needed.name) or (needed.marker and not needed.marker.evaluate({"extra": ""})):
             continue
+        has = version_of(needed.name) or ""
         try:
-            has = metadata.version(needed.name)
-        except metadata.PackageNotFoundError:
-            has = ""
-        if not has or not needed.specifier.contains(has, prereleases=True):
+            fits = bool(has) and needed.specifier.contains(has, prereleases=True)
+        except InvalidVersion:  # of damaged metadata
+            fits = False
+        if not fits:
             yield Finding(
                 status,
                 f"{name} requires {needed.name}{needed.specifier}, and {has or 'none'} is installed",
@@ -204,10 +220,7 @@ def _torch(examination: Examination) -> Iterator[Finding]:
         what = f"`import torch` {answer.problem}: {answer.last_line}"
         yield Finding(FAIL, what, "no implementation runs without it", mend)
         return
-    try:
-        told = metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        told = "none"
+    told = version_of("torch") or "none"
     if told.partition("+")[0] != answer.value.partition("+")[0]:
         what = f"torch {answer.value} is imported, and {told} is installed"
         yield Finding(FAIL, what, "wheels were resolved against another torch than the one that runs", mend)

@@ -19,7 +19,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch.backend import describe
+from vllm_fl.dispatch._foreign import describe
 from vllm_fl.integration import ranks
 from vllm_fl.integration.log import logger
 

@@ -16,6 +16,11 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 import pytest
+from wheels import OP
+from wheels import RIGHT
+from wheels import Site
+from wheels import discover
+from wheels import lines
 
 from vllm_fl.dispatch import Backend
 from vllm_fl.dispatch import NoImplementationError
@@ -23,70 +28,11 @@ from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import _watch
 from vllm_fl.dispatch import call_op
-from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch import get_default_manager
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from collections.abc import Iterator
     from pathlib import Path
-
-    from vllm_fl.dispatch import PluginRecord
-
-OP = "silu_and_mul"
-HEAD = """
-from vllm_fl.dispatch import Backend, BackendImplKind, OpImpl
-
-def impl(name, fn=lambda x: {name!r}, op="silu_and_mul"):
-    return OpImpl(op, f"vendor.{{name}}", BackendImplKind.VENDOR, fn, name.split(".")[0])
-"""
-RIGHT = "def register(registry): registry.register_impl(impl({name!r}))\n"
-
-
-class Site:
-    """A folder of installed distributions."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def wheel(self, name: str, source: str = RIGHT, version: str = "1.0", **more: str) -> None:
-        module = f"{name}_ops"
-        text = HEAD.format(name=name) + source.replace("{name!r}", repr(name))
-        (self.folder / f"{module}.py").write_text(text)
-        info = self.folder / f"{name}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(more.get("entries", f"[vllm_fl.plugin]\n{name} = {module}\n"))
-        importlib.invalidate_caches()
-
-
-@pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    installed = discovery._installed
-    here = str(tmp_path)
-
-    def only_these() -> list[Any]:
-        found = installed()
-        return [one for one in found if (tmp_path / f"{one.source.partition(':')[0]}.py").exists()]
-
-    monkeypatch.setattr(discovery, "_installed", only_these)
-    monkeypatch.syspath_prepend(here)
-    before = set(sys.modules)
-    yield Site(tmp_path)
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(here):
-            del sys.modules[name]
-
-
-def discover() -> dict[str, PluginRecord]:
-    manager = get_default_manager()
-    manager.ensure_initialized()
-    return dict(manager.registry.plugins)
-
-
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name.startswith("vllm_fl")]
-
 
 FAULTS = [
     ("import sys; sys.exit(3)", "SystemExit: 3"),
@@ -95,8 +41,11 @@ FAULTS = [
     ("def register(registry):\n    registry.register_impl(impl('acme'))\n    1 / 0", "ZeroDivisionError"),
     ("def register(registry):\n    registry.register_impl(3)", "3 is no OpImpl"),
     ("def register(registry):\n    registry.register_many(3)", "TypeError"),
-    ("def register(registry):\n    registry.register_backend(3)", "AttributeError"),
-    ("def register(registry):\n    registry.register_backend(type('B', (), {}))", "AttributeError"),
+    ("def register(registry):\n    registry.register_backend(3)", "3 is no Backend"),
+    (
+        "def register(registry):\n    registry.register_backend(type('B', (), {}))",
+        "is a class; register an instance of it",
+    ),
     ("def register(registry):\n    registry.declare(3)", "3 is no declaration"),
     ("def register(registry):\n    impl('acme', fn=3)", "RegistrationError"),
     ("VLLM_FL_VARIABLES = 'VLLM_FL_ACME'\ndef register(registry): pass", "VLLM_FL_VARIABLES must be a tuple"),
@@ -167,9 +116,7 @@ def test_one_that_goes_on_when_it_is_told(site: Site) -> None:
             except Exception:
                 pass
     """
-    import textwrap
-
-    site.wheel("acme", textwrap.dedent(source))
+    site.wheel("acme", source)
     site.wheel("good")
     assert "it registers more than 1000" in discover()["acme"].reason
     assert call_op(OP, 1) == "good"
