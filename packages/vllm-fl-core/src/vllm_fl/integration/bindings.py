@@ -135,7 +135,9 @@ def _rotary_native(own: Callable[..., Any]) -> Callable[..., Any]:
         rows = [None if x is None else _rows(x, is_new=not inplace) for x in given]
         turned = own(position_ids, *rows)
         # A kernel has written the rows, vLLM's PyTorch path returns new ones.
-        heads = [x if x is None else one.view(x.shape) for x, one in zip(given, turned, strict=True)]
+        heads: list[Any] = [
+            x if x is None else one.view(x.shape) for x, one in zip(given, turned, strict=True)
+        ]
         if inplace:
             for x, flat, one, result in zip(given, rows, turned, heads, strict=True):
                 if x is not None and not (one is flat and _has_rows(x)):
