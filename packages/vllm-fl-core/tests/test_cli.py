@@ -257,7 +257,7 @@ def test_trace_merges_what_processes_wrote(
     record.fact("compiled", True)
     record.write()
     # Another process wrote the same.
-    mine = json.loads((tmp_path / f"{os.getpid()}.json").read_text())
+    (mine,) = (json.loads(path.read_text()) for path in tmp_path.glob(f"*-{os.getpid()}-*.json"))
     (tmp_path / "1.json").write_text(json.dumps({**mine, "pid": 1}))
 
     served = {row["op"]: row for row in served_operators(trace.merge(tmp_path))}

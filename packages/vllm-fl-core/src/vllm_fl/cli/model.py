@@ -270,7 +270,8 @@ def _lock(root: Path, name: str, report: Report) -> Iterator[bool]:
     except ImportError:
         yield False
         return
-    with (root / f".{name}.lock").open("w") as handle:
+    # The cache may be shared: a link of that name must not lead to what another file holds.
+    with open(root / f".{name}.lock", "a", opener=lambda at, how: os.open(at, how | os.O_NOFOLLOW)) as handle:
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -339,6 +340,6 @@ def _advice(error: Exception, root: Path) -> str | None:
             f"The disk that holds {root} is full ({error}). The demonstration model takes "
             f"{_NEEDED_BYTES // 10**6} MB: free some space, or {other} on another disk."
         )
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ELOOP):
         return f"{root} cannot be written ({error}): {other} that can be."
     return None

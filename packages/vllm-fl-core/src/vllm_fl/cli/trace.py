@@ -8,6 +8,8 @@ from typing import Any
 
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.trace import ALL
+from vllm_fl.dispatch.trace import NEWEST
 from vllm_fl.dispatch.trace import merge
 from vllm_fl.dispatch.types import NATIVE
 
@@ -24,10 +26,18 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser(
         "trace",
         help="what really ran, from a folder of VLLM_FL_TRACE_DIR",
-        description="Add up what every process wrote into the folder that VLLM_FL_TRACE_DIR named.",
-        epilog="example: VLLM_FL_TRACE_DIR=/tmp/trace vllm serve MODEL; vllm-fl trace /tmp/trace",
+        description="Add up what every process of a run wrote into the folder that VLLM_FL_TRACE_DIR named. "
+        "A run is a server with all its workers.",
+        epilog="example: VLLM_FL_TRACE_DIR=$PWD/trace vllm serve MODEL; vllm-fl trace trace",
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder")
+    parser.add_argument(
+        "--run",
+        dest="wanted",
+        default=NEWEST,
+        metavar="RUN",
+        help="a run's name, or all; default: the newest",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_trace)
 
@@ -35,11 +45,23 @@ def add_commands(commands: Any) -> None:
 def _trace(arguments: argparse.Namespace, output: Output) -> int:
     if not arguments.folder.is_dir():
         raise Problem(f"{arguments.folder} is no folder; run vLLM with VLLM_FL_TRACE_DIR={arguments.folder}")
-    record = merge(arguments.folder)
+    try:
+        record = merge(arguments.folder, arguments.wanted)
+    except (OSError, LookupError) as error:
+        raise Problem(str(error)) from None
+    for problem in record["problems"]:
+        output.note(f"{arguments.folder}: {problem}")
     operators = served_operators(record)
     if arguments.json:
         output.json_object({**record, "served": operators})
         return 0
+    if len(record["runs"]) > 1:
+        rows_of_runs = [[one["run"] or "(by an older vllm-fl)", one["processes"]] for one in record["runs"]]
+        output.table("Runs", ("run", "processes"), rows_of_runs)
+        which = {NEWEST: "the newest run", ALL: "all runs"}.get(
+            arguments.wanted, f"the run {arguments.wanted}"
+        )
+        output.text(f"Below is {which}; --run RUN shows another one, --run all the sum.\n")
     output.table(f"What ran ({len(record['processes'])} processes)", COLUMNS, rows(operators))
     return 0
 

@@ -1,6 +1,7 @@
 """A record of what ran: which implementation served each operator.
 
-With ``VLLM_FL_TRACE_DIR`` every process writes ``<pid>.json`` there. A call is
+With ``VLLM_FL_TRACE_DIR`` every process writes ``<run>-<pid>-<random>.json`` there. A run
+is a process and all that it starts: it hands on its name in ``VLLM_FL_TRACE_RUN``. A call is
 counted where Python runs: eager calls, and the opaque operators of compiled
 code. What a compiler traced is told as that ("traced in N graphs"), never as
 calls. Without the variable nothing is wrapped.
@@ -10,12 +11,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import sys
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl.dispatch import _records
 from vllm_fl.dispatch import _runtime
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._fork import after_fork_in_child
@@ -27,7 +31,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TRACE_DIR_ENV = "VLLM_FL_TRACE_DIR"
-SCHEMA_VERSION = 1
+TRACE_RUN_ENV = "VLLM_FL_TRACE_RUN"
+SCHEMA_VERSION = _records.SCHEMA_VERSION
+
+#: What :func:`merge` takes for a run beside its name.
+ALL, NEWEST = "all", "newest"
+
+_RUN = re.compile(r"[0-9T.]+-[0-9a-f]{8}")
 
 #: Different argument lists that are kept for an operator and an implementation.
 _SIGNATURES_KEPT = 16
@@ -43,6 +53,7 @@ class Recorder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._name = ""
         self._lock = ForkSafeLock()
         self._entries: dict[tuple[str, str], dict[str, Any]] = {}
         self._layers: dict[tuple[str, str, str, str], int] = {}
@@ -55,7 +66,7 @@ class Recorder:
         atexit.register(self.write)
 
     def _start_anew(self) -> None:
-        self._entries, self._layers, self._thread = {}, {}, None
+        self._entries, self._layers, self._thread, self._name = {}, {}, None, ""
 
     def _entry(self, op_name: str, impl_id: str) -> dict[str, Any]:
         key = (op_name, impl_id)
@@ -112,12 +123,17 @@ class Recorder:
     def write(self) -> None:
         """Write the record of this process; a folder that is gone is left alone."""
         import json
+        import secrets
 
         with self._lock:
             if not self._version:
                 return
+            run = run_name()
+            # Two containers with one folder may have one process number.
+            self._name = self._name or f"{run}-{os.getpid()}-{secrets.token_hex(4)}.json"
             record = {
                 "schema_version": SCHEMA_VERSION,
+                "run": run,
                 "pid": os.getpid(),
                 "process": _process_name(),
                 **self._facts,
@@ -136,13 +152,23 @@ class Recorder:
                     for (name, op, impl_id, form), count in sorted(self._layers.items())
                 ],
             }
-            path = self.folder / f"{os.getpid()}.json"
             try:
-                part = path.with_suffix(".part")
-                part.write_text(json.dumps(record, indent=1))
-                part.replace(path)
+                _records.write(self.folder, self._name, json.dumps(record, indent=1))
             except OSError:
                 return
+
+
+def run_name() -> str:
+    """Return the name of this run, which begins with its start; what is started inherits it."""
+    name = os.environ.get(TRACE_RUN_ENV, "")
+    if not _RUN.fullmatch(name):
+        import secrets
+        from datetime import UTC
+        from datetime import datetime
+
+        start = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+        name = os.environ[TRACE_RUN_ENV] = f"{start}-{secrets.token_hex(4)}"
+    return name
 
 
 def _process_name() -> str:
@@ -169,8 +195,10 @@ on_traced: Callable[[str, str], None] | None = None
 def check_folder() -> None:
     """Check what VLLM_FL_TRACE_DIR names, and make nothing: who serves no layer leaves no folder.
 
+    The run gets its name here, before anything is started.
+
     Raises:
-        PolicyError: the folder cannot be made.
+        PolicyError: the folder cannot be made, or is somebody else's.
     """
     folder = os.environ.get(TRACE_DIR_ENV, "").strip()
     if not folder:
@@ -184,13 +212,24 @@ def check_folder() -> None:
         raise PolicyError(f"{TRACE_DIR_ENV}: the folder cannot be made: {error}.") from None
     if not (there.is_dir() and os.access(there, os.W_OK)):
         raise PolicyError(f"{TRACE_DIR_ENV}: the folder cannot be made: {there} is no folder to write in.")
+    if there == path:
+        _refuse_unsafe(path)
+    run_name()
+
+
+def _refuse_unsafe(folder: Path) -> None:
+    reason = _records.why_not_into(folder)
+    if reason is not None:
+        raise PolicyError(
+            f"{TRACE_DIR_ENV}: nothing is written into {folder}: {reason}. Name a folder of your own."
+        )
 
 
 def recorder() -> Recorder | None:
     """Return the recorder of the process, None where VLLM_FL_TRACE_DIR is unset.
 
     Raises:
-        PolicyError: the folder that it names cannot be made.
+        PolicyError: the folder that it names cannot be made, or is somebody else's.
     """
     global _recorder
     folder = os.environ.get(TRACE_DIR_ENV, "").strip()
@@ -201,9 +240,10 @@ def recorder() -> Recorder | None:
     with _recorder_lock:
         if _recorder is None or _recorder.folder != Path(folder):
             try:
-                Path(folder).mkdir(parents=True, exist_ok=True)
+                _records.make_folder(Path(folder))
             except OSError as error:
                 raise PolicyError(f"{TRACE_DIR_ENV}: the folder cannot be made: {error}.") from None
+            _refuse_unsafe(Path(folder))
             _recorder = Recorder(Path(folder))
         return _recorder
 
@@ -228,21 +268,33 @@ def recorded(op_name: str, impl_id: str, fn: Callable[..., Any]) -> Callable[...
     return counted
 
 
-def merge(folder: Path) -> dict[str, Any]:
-    """Add up what every process wrote.
+def merge(folder: Path, run: str = ALL) -> dict[str, Any]:
+    """Add up what every process of a run wrote.
+
+    Args:
+        folder: what VLLM_FL_TRACE_DIR named.
+        run: a run's name, ``all`` or ``newest``.
 
     Returns:
-        ``{"schema_version", "processes", "operators", "layers"}``; see
-        :meth:`Recorder.write` for the entries.
-    """
-    import json
+        ``{"schema_version", "runs", "processes", "operators", "layers", "problems"}``; see
+        :meth:`Recorder.write` for the entries. ``runs`` are all of the folder, by their start;
+        ``problems`` has a line for each file that is no record.
 
-    processes: list[dict[str, Any]] = []
+    Raises:
+        LookupError: no process of this run has written a record.
+    """
+    records, problems = _records.read(folder)
+    # Those of a core that named no runs are the oldest.
+    counts = Counter(record.get("run", "") for record in records)
+    runs = [{"run": name, "processes": counts[name]} for name in sorted(counts)]
+    if run == NEWEST:
+        run = max(counts, default=ALL)
+    elif run != ALL and run not in counts:
+        raise LookupError(f"no run {run!r} has written a record in {folder}")
+    chosen = [record for record in records if run in (ALL, record.get("run", ""))]
     operators: dict[tuple[str, str], dict[str, Any]] = {}
     layers: dict[tuple[str, ...], dict[str, Any]] = {}
-    for path in sorted(folder.glob("*.json")):
-        record = json.loads(path.read_text())
-        processes.append({k: v for k, v in record.items() if k not in ("operators", "layers")})
+    for record in chosen:
         for entry in record["operators"]:
             total = operators.setdefault((entry["op"], entry["impl_id"]), {**entry, "calls": 0, "graphs": 0})
             total["calls"] += entry["calls"]
@@ -252,9 +304,11 @@ def merge(folder: Path) -> dict[str, Any]:
             layers.setdefault(key, {**entry, "instances": 0})["instances"] += entry["instances"]
     return {
         "schema_version": SCHEMA_VERSION,
-        "processes": processes,
+        "runs": runs,
+        "processes": [{k: v for k, v in r.items() if k not in ("operators", "layers")} for r in chosen],
         "operators": _sorted(operators.values()),
         "layers": list(layers.values()),
+        "problems": problems,
     }
 
 

@@ -68,6 +68,9 @@ _ALL = (
     Variable("VLLM_FL_LOG_LEVEL", "print the log of vllm_fl on stderr: DEBUG, INFO, WARNING or ERROR"),
     Variable("VLLM_FL_TRACE_DIR", "a folder where every process writes what served each operator"),
     Variable(
+        "VLLM_FL_TRACE_RUN", "written by vllm-fl for what a process starts, to tell runs apart; never set it"
+    ),
+    Variable(
         "VLLM_FL_RANKS_TIMEOUT", "seconds that a rank waits for the others' choices at the start", "120"
     ),
     Variable(
