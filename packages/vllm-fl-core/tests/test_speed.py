@@ -1,8 +1,7 @@
-"""The budgets of `tests/benchmarks/dispatch.py`, with a margin for machines that do other things, too.
+"""That nothing made the dispatch slower by a mistake: counted in calls, which no machine changes.
 
-The benchmark says what the dispatch costs; this says that nothing made it slower
-by a mistake: a lock, a hash of a policy or a logger on the way to a kernel costs
-more than the margin.
+A lock, a hash of a policy or a logger on the way to a kernel is a call more. What it
+costs in time is the benchmark's to say: `hatch run bench dispatch`.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from vllm_fl.dispatch import OPERATORS
 from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch import OpImpl
 from vllm_fl.dispatch import OpManager
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SOURCE = Path(__file__).parents[3] / "tests" / "benchmarks" / "dispatch.py"
-TRIES = 5
-#: Of the budgets, which are those of a machine that does nothing else; beside this test an engine runs.
-MARGIN = 4
+#: Loading a plugin and registering what it has, in function calls; it takes about 2,000.
+CALLS_OF_A_PLUGIN = 10_000
 
 
 @pytest.fixture(scope="module")
@@ -45,53 +44,39 @@ def bench() -> Any:
     return module
 
 
-def best(measure: Callable[[], float], budget: float) -> float:
-    """Measure until it is within the budget, five times at most."""
-    figures = []
-    for _ in range(TRIES):
-        figures.append(measure())
-        if figures[-1] <= budget:
-            break
-    return min(figures)
+#: Counted, and not timed: a busy machine makes no more of them.
+COUNTED_RESOLVE = """
+import sys
+import vllm_fl.dispatch as dispatch
+calls = 0
+def count(frame, event, argument):
+    global calls
+    calls += event in ("call", "c_call")
+sys.setprofile(count)
+dispatch.resolve_op("op_0")
+sys.setprofile(None)
+print(calls, len([r for r in dispatch.get_discovered_plugins() if r.state == "loaded"]))
+"""
 
 
-def test_calls(bench: Any) -> None:
-    names = list(bench.CALL_BUDGETS)
-    least: dict[tuple[str, str], float] = {}
-    for _ in range(TRIES):
-        for op, ways in bench.call_times(rounds=60, number=1000).items():
-            for name in names:
-                over = min(ways[name]["over"], least.get((op, name), ways[name]["over"]))
-                least[op, name] = over
-        too_slow = {
-            key: f"{seconds * 1e6:.3f} µs over a direct call"
-            for key, seconds in least.items()
-            if seconds > bench.CALL_BUDGETS[key[1]] * MARGIN
-        }
-        if not too_slow:
-            return
-    assert not too_slow
+def test_import_is_of_nothing_heavy(bench: Any) -> None:
+    assert bench.import_time(runs=1)["heavy"] == []
 
 
-def test_import(bench: Any) -> None:
-    heavy: list[str] = []
-
-    def measure() -> float:
-        figures = bench.import_time(runs=3)
-        heavy.extend(figures["heavy"])
-        return min(figures["median"], figures["cpu"])
-
-    assert best(measure, bench.IMPORT_BUDGET * MARGIN) <= bench.IMPORT_BUDGET * MARGIN
-    assert heavy == []
-
-
-def test_first_resolve_with_many_plugins(bench: Any) -> None:
-    def measure() -> float:
-        figures = bench.first_resolve_time(runs=2)
-        return min(figures["median"], figures["cpu"])
-
-    budget = bench.FIRST_RESOLVE_BUDGET * MARGIN
-    assert best(measure, budget) <= budget
+def test_a_first_resolve_takes_as_much_for_every_plugin(bench: Any, tmp_path: Path) -> None:
+    """Twice as many plugins are twice as much work, and not four times."""
+    calls = {}
+    for plugins in (20, 40, 80):
+        packages = tmp_path / str(plugins)
+        packages.mkdir()
+        bench.install_plugins(packages, plugins)
+        for _ in range(2):  # the second time with compiled bytecode
+            counted, loaded = map(int, bench._python(COUNTED_RESOLVE, tmp_path / "cache", packages).split())
+        assert loaded >= plugins
+        calls[plugins] = counted
+    first, second = calls[40] - calls[20], calls[80] - calls[40]
+    assert second < 2.5 * first, calls
+    assert first / 20 < CALLS_OF_A_PLUGIN, calls
 
 
 def test_with_strict_it_is_the_implementation_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,10 +131,11 @@ def test_a_guard_calls_the_implementation_and_nothing_else(monkeypatch: pytest.M
             sys.setprofile(None)
         return [name for name in calls if name not in ("setprofile", "<lambda>")]
 
+    through_call_op = ["call_op", "ContextVar.get", "silu_and_mul", "kernel"]
     assert names_of(lambda: op(1)) == ["silu_and_mul", "kernel"]
-    assert names_of(lambda: call("silu_and_mul", 1)) == [
-        "call_op",
-        "ContextVar.get",
-        "silu_and_mul",
-        "kernel",
-    ]
+    assert names_of(lambda: call("silu_and_mul", 1)) == through_call_op
+    # A policy with an order for every operator costs a call nothing.
+    set_global_policy(SelectionPolicy.from_dict(per_op_order={name: ["vendor"] for name in OPERATORS}))
+    call("silu_and_mul", 1)
+    assert names_of(lambda: call("silu_and_mul", 1)) == through_call_op
+    assert names_of(lambda: resolve_op("silu_and_mul")(1))[-2:] == ["silu_and_mul", "kernel"]

@@ -56,14 +56,14 @@ def load(library: str) -> None:
         assert set(re.findall(r"/vllm/(_C\w*)\.\S*so", maps.read_text())) == {library}
 
 
-def run_tests(library: str, folder: Path, timeout: float) -> str:
+def run_tests(library: str, folder: Path, *options: str, timeout: float) -> str:
     """Run the tests of a folder in a process that has one library, and return what it says.
 
     Raises:
         AssertionError: one has failed, or none has run.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)],
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *options, str(folder)],
         env={**os.environ, VARIABLE: library},
         capture_output=True,
         text=True,

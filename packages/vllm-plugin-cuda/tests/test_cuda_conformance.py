@@ -1,43 +1,22 @@
-"""The kernels of a CPU build of vLLM pass the kit that judges every vendor."""
+"""Run the kit, which is in ``compiled``, on every library of kernels in vLLM's CPU build."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm")
-
-from vllm_fl.conformance import run
-from vllm_fl.conformance.case import Tier
-from vllm_fl.conformance.result import Status
-from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch import reset_default_manager
-from vllm_fl_cuda.cuda import CudaBackend
+# Of the reference's tests, so of the repository.
+cpu_libraries = pytest.importorskip("cpu_libraries")
 
 
-@pytest.fixture
-def registered():
-    reset_default_manager()
-    manager = get_default_manager()
-    manager.discover()
-    if "vendor.cuda" in manager.registry.snapshot().impl_ids():
-        pytest.skip("installed: run `vllm-fl conformance --backend cuda` on its device")
-    manager.registry.register_backend(CudaBackend("cpu"))
-    yield
-    reset_default_manager()
-
-
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("tier", [Tier.SMOKE, pytest.param(Tier.FULL, marks=pytest.mark.long)], ids=str)
-def test_conformance(tier):
-    results = list(run.plan("vendor.cuda", run.Options(tier=tier, device="cpu")).run())
-    assert [r for r in results if r.is_failure] == []
-    assert [r for r in results if r.status is Status.SKIPPED or r.exception] == []
-    # What a CPU build of vLLM has kernels for.
-    assert {r.op for r in results if r.is_case and r.status is Status.PASSED} == {
-        "attention_backend",
-        "dynamic_per_token_quant_int8",
-        "gelu_and_mul",
-        "rms_norm",
-        "rotary_embedding",
-        "silu_and_mul",
-    }
+@pytest.mark.parametrize("library", cpu_libraries.LIBRARIES)
+@pytest.mark.parametrize("which", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_conformance_of_vllms_compiled_kernels(which, library):
+    reason = cpu_libraries.unusable(library)
+    if reason:
+        pytest.skip(reason)
+    folder = Path(__file__).with_name("compiled")
+    said = cpu_libraries.run_tests(library, folder, "-m", which, timeout=3600 if which == "long" else 1800)
+    assert "1 passed" in said or "installed: run `vllm-fl conformance" in said
