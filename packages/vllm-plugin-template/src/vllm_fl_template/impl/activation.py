@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch.nn import functional
 
+from vllm_fl_template.impl.precision import widened
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,13 +27,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
         x: T[..., 2d], floating, of any stride; not written.
 
     Returns:
-        T[..., d], new and contiguous, x's dtype; computed in float32, rounded once.
+        T[..., d], new and contiguous, x's dtype; computed in float32 or wider, rounded once.
 
     Raises:
         ValueError: the last dimension is odd.
     """
     gate, up = _halves(x)
-    return (functional.silu(gate.float()) * up.float()).to(x.dtype).contiguous()
+    return (functional.silu(widened(gate)) * widened(up)).to(x.dtype).contiguous()
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
@@ -43,7 +45,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
             approximation.
 
     Returns:
-        T[..., d], new and contiguous, x's dtype; computed in float32, rounded once.
+        T[..., d], new and contiguous, x's dtype; computed in float32 or wider, rounded once.
 
     Raises:
         ValueError: another ``approximate``, or the last dimension is odd.
@@ -51,4 +53,4 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     if approximate not in ("none", "tanh"):
         raise ValueError(f"approximate must be 'none' or 'tanh', not {approximate!r}")
     gate, up = _halves(x)
-    return (functional.gelu(gate.float(), approximate=approximate) * up.float()).to(x.dtype).contiguous()
+    return (functional.gelu(widened(gate), approximate=approximate) * widened(up)).to(x.dtype).contiguous()

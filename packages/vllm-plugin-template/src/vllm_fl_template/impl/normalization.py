@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_fl_template.impl.precision import widened
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,9 +27,9 @@ def rms_norm(
     Returns:
         Where residual is None: T[..., h], new and contiguous. Otherwise the pair
         (normed, x + residual), both new and contiguous. Of x's dtype; computed in
-        float32.
+        float32 or wider.
     """
-    wide = x.float() if residual is None else x.float() + residual.float()
+    wide = widened(x) if residual is None else widened(x) + widened(residual)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     # The contract rounds before the weight, as vLLM's own layer does.
     normed = (normed.to(x.dtype) * weight).contiguous()

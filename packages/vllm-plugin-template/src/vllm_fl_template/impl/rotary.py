@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_fl_template.impl.precision import widened
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -22,7 +24,7 @@ def rotary_embedding(
     """Rotate the first ``rot`` elements of every head by its position.
 
     With ``(a, b)`` the two elements of a pair, ``(a cos - b sin, b cos + a sin)``,
-    in float32 and rounded once. What lies beyond ``rot`` is not touched.
+    in float32 or wider and rounded once. What lies beyond ``rot`` is not touched.
 
     Args:
         query: T[n, heads, head], often a view of a fused qkv; written where inplace.
@@ -53,13 +55,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     half = cos.shape[-1]
     # One row for each token, the same for each of its heads.
     shape = (*x.shape[:-2], 1, half)
-    cos, sin = cos.float().reshape(shape), sin.float().reshape(shape)
+    cos, sin = widened(cos).reshape(shape), widened(sin).reshape(shape)
     if interleaved:
         first, second = x[..., 0 : 2 * half : 2], x[..., 1 : 2 * half : 2]
     else:
         first, second = x[..., :half], x[..., half : 2 * half]
-    a, b = first.float(), second.float()
-    # Both before either is written: of a float32 tensor, float() is the tensor itself.
+    a, b = widened(first), widened(second)
+    # Both before either is written: of a float32 tensor, widened() is the tensor itself.
     turned = a * cos - b * sin, b * cos + a * sin
     first.copy_(turned[0])
     second.copy_(turned[1])
