@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 from typing import Protocol
 
+from vllm_fl.dispatch._binding import signature_problem
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.declaration import Operator
@@ -25,7 +26,6 @@ from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.types import OpImpl
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from collections.abc import Iterable
     from collections.abc import Mapping
 
@@ -227,7 +227,18 @@ def check_backend(backend: object) -> None:
         raise RegistrationError(f"{shown(backend)} is no Backend")
 
 
+#: A generated function passes them on, and has names of its own that begin with an underscore.
+_PLAIN = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
 def _add_operator(declared: dict[str, Operator], operator: Operator) -> str | None:
+    for name, parameter in operator.signature.parameters.items():
+        if parameter.kind not in _PLAIN:
+            return (
+                f"operator {operator.name!r}: {name!r} is {parameter.kind.description}; a contract names each"
+            )
+        if name.startswith("_"):
+            return f"operator {operator.name!r}: the name of a parameter begins with a letter, not {name!r}"
     known = declared.get(operator.name)
     if known is not None and (known.signature, known.mutates) != (operator.signature, operator.mutates):
         return f"operator {operator.name!r} is declared already, as {operator.name}{known.signature}"
@@ -255,47 +266,9 @@ def _add_impl(
             problem = signature_problem(operator, impl.fn)
             if problem:
                 return f"{what}: {problem}"
+        problem = impl.supports and signature_problem(operator, impl.supports, is_predicate=True)
+        if problem:
+            return f"{what}: its predicate cannot be called: {problem}"
     if known is None:
         by_op[impl.op_name] = (*siblings, impl)
     return None
-
-
-def signature_problem(operator: Operator, fn: Callable[..., Any]) -> str | None:
-    """Say why ``fn`` cannot be called as the contract says; None if it can.
-
-    It may lack optional parameters and may have optional ones of its own.
-    """
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        return None  # a builtin does not tell
-    wanted = operator.signature.parameters
-    has = signature.parameters
-    kinds = {p.kind for p in has.values()}
-    contract = f"the contract is {operator.name}{_names_of(operator.signature)}"
-    here = f"defined {_where(fn)} as {_names_of(signature)}"
-    if inspect.Parameter.VAR_POSITIONAL not in kinds:
-        positional = [p.name for p in has.values() if p.kind is not p.KEYWORD_ONLY]
-        order = [name for name in wanted if name in has]
-        if [name for name in positional if name in wanted] != [n for n in order if n in positional]:
-            return f"its arguments stand in another order; {contract}, {here}"
-    if inspect.Parameter.VAR_KEYWORD not in kinds or inspect.Parameter.VAR_POSITIONAL not in kinds:
-        for name, parameter in wanted.items():
-            if parameter.default is parameter.empty and name not in has:
-                return f"it does not take {name!r}; {contract}, {here}"
-    for name, parameter in has.items():
-        required = parameter.default is parameter.empty
-        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if required and not variadic and name not in wanted:
-            return f"it requires {name!r}, which nobody passes; {contract}, {here}"
-    return None
-
-
-def _names_of(signature: inspect.Signature) -> str:
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
-
-
-def _where(fn: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(fn), "__code__", None)
-    return f"in {code.co_filename}:{code.co_firstlineno}" if code else f"as {fn!r}"

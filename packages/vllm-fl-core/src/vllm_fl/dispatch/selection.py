@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_fl.dispatch import decision as status
+from vllm_fl.dispatch._binding import signature_problem
 from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._foreign import raise_if_from_a_signal
 from vllm_fl.dispatch._packaged import effective
@@ -14,7 +15,6 @@ from vllm_fl.dispatch.backend import availability
 from vllm_fl.dispatch.decision import CandidateReport
 from vllm_fl.dispatch.decision import Decision
 from vllm_fl.dispatch.errors import UnknownOperatorError
-from vllm_fl.dispatch.registry import signature_problem
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.types import match_token
 
