@@ -43,7 +43,8 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheels: dict[str, Path]) -> 
         assert tops == {package, f"{wheels[name].name.rsplit('-', 3)[0]}.dist-info"}
         assert f"{package}/py.typed" in names
         assert any(path.endswith("LICENSE") for path in names)
-    assert "vllm_fl/dispatch/known_wheels.json" in zipfile.ZipFile(wheels["vllm_fl_core"]).namelist()
+    files = zipfile.ZipFile(wheels["vllm_fl_core"]).namelist()
+    assert {"vllm_fl/dispatch/known_wheels.json", "vllm_fl/dispatch/fatal_errors.json"} <= set(files)
 
 
 def test_core_alone_says_what_to_install(core_alone: Environment) -> None:

@@ -36,7 +36,9 @@ When one fails
    that one's refusal is an exception like any other.
 2. A fault of the caller (arguments that do not bind, an unknown operator) is
    raised as it is.
-3. Out of memory, a dead device, a signal: raised as they are.
+3. Out of memory, a dead device, a signal: raised as they are, also inside a group, a
+   cause or a context. What the devices' libraries say then is a table with its
+   sources, ``fatal_errors.json``.
 4. Any other exception of an implementation that writes none of its arguments: with
    ``strict`` it is raised; otherwise the next candidate runs, and only if it
    succeeds on the same arguments is the first set aside for that operator (until
