@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._predicate import text_of
-
 if TYPE_CHECKING:
     import re
     from collections.abc import Iterator
@@ -77,12 +75,19 @@ def _is_fatal_itself(error: BaseException) -> bool:
         return False
     table = _table()
     names = {cls.__name__ for cls in type(error).__mro__}
-    text = text_of(error)[:_READ]
+    text = _text_of(error)
     if names & table.types:
         return not (names & table.passing_types and table.passing_patterns.search(text)) or bool(
             table.patterns.search(text)
         )
     return bool(table.patterns.search(text))
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)[:_READ]
+    except Exception:  # noqa: BLE001 - a plug-in's exception may do anything
+        return ""
 
 
 def _all_of(error: BaseException) -> Iterator[BaseException]:

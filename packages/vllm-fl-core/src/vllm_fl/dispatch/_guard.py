@@ -25,6 +25,7 @@ from typing import Protocol
 from vllm_fl.dispatch import _predicate
 from vllm_fl.dispatch import _runtime
 from vllm_fl.dispatch._fatal import is_fatal
+from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._generate import GUARD
 from vllm_fl.dispatch._generate import generated
 from vllm_fl.dispatch._refusal import is_promised
@@ -182,8 +183,7 @@ class _Level:
                 _add_notes(later, [f"before it, {self._raised(error)}"])
                 raise
             notes = getattr(later, "__notes__", ())
-            what = f"{type(later).__name__}: {_predicate.text_of(later)}"
-            _add_notes(error, [f"{self._raised(error)}; the next candidate raised {what}"])
+            _add_notes(error, [f"{self._raised(error)}; the next candidate raised {describe(later)}"])
             _add_notes(error, notes, prefix="")
         else:
             if not refused:

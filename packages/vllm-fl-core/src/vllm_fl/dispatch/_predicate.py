@@ -11,6 +11,8 @@ import sys
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl.dispatch._foreign import describe
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,7 +37,7 @@ def refusal(supports: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     try:
         answer = supports(*args, **kwargs)
     except Exception as error:  # noqa: BLE001 - it is asked for its reason, and this is one
-        return f"its predicate raised {type(error).__name__}: {text_of(error)}"
+        return f"its predicate raised {describe(error)}"
     if isinstance(answer, str) and answer:
         return answer
     agrees = as_bool(answer)
@@ -50,11 +52,3 @@ def shown(answer: Any) -> str:
         return f"an object of type {type(answer).__qualname__}"
     text = repr(answer)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-def text_of(error: BaseException) -> str:
-    """Return an exception's message, also where it cannot give one."""
-    try:
-        return str(error)
-    except Exception as second:  # noqa: BLE001 - a plug-in's exception may do anything
-        return f"(its message cannot be read: {type(second).__name__})"

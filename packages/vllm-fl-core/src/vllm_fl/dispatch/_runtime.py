@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._predicate import text_of
+from vllm_fl.dispatch._foreign import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,7 +80,7 @@ def put_back(values: Sequence[Any], copies: Sequence[Any]) -> str | None:
             if copy is not None:
                 _outside_autograd(value).copy_(copy)
     except Exception as error:  # noqa: BLE001 - what the implementation raised is what counts
-        return text_of(error)
+        return describe(error)
     return None
 
 
