@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -555,3 +558,52 @@ def test_workers_that_see_the_same(place: Place) -> None:
     place.wheel("acme", RIGHT.format(name="acme"))
     said = place.doctor("--check", "workers")
     assert "workers by spawn and by fork see what their parents see" in said.stdout
+
+
+# -- what it starts ends with it ----------------------------------------------------------------------
+
+HANGS = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+pathlib.Path({file!r}).write_text(f"{{os.getpid()}} {{child.pid}}")
+while True: time.sleep(600)
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"  # one that nobody has waited for
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGKILL])
+def test_a_probe_ends_with_the_doctor(place: Place, tmp_path: Path, ends: signal.Signals) -> None:
+    file = tmp_path / "pids"
+    place.wheel("acme", HANGS.format(file=str(file)))
+    paths = [str(place.folder), str(Path(vllm_fl.__file__).parents[1])]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vllm_fl", "doctor", "--check", "plugins"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    probe, its_child = map(int, file.read_text().split())
+    process.send_signal(ends)
+    try:
+        assert process.wait(60) == (-9 if ends is signal.SIGKILL else 128 + ends)
+        while is_running(probe) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not is_running(probe)
+        # Nobody is left to end what the probe has started where the doctor was killed itself.
+        assert ends is signal.SIGKILL or not is_running(its_child)
+    finally:
+        for pid in (probe, its_child):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

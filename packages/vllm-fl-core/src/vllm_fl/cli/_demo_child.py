@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_fl._children import end_with_parent
 from vllm_fl.dispatch.trace import WRITE_EVERY_SECONDS
 
 
@@ -45,4 +46,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     # vLLM starts its processes by spawning: they import this module again.
+    end_with_parent()
     main()

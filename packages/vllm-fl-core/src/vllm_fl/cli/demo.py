@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl._children import child
 from vllm_fl.cli import trace
 from vllm_fl.cli.model import DemoError
 from vllm_fl.cli.model import unpack_demo_model
@@ -147,9 +148,8 @@ def _run(
     command = [sys.executable, "-m", "vllm_fl.cli._demo_child", str(work)]
     with log.open("wb") as file:
         stream: Any = sys.stderr if arguments.verbose else file
-        process = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, check=False
-        )
+        with child(command, environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream) as process:
+            process.wait()
     answer = work / "answer.json"
     if process.returncode or not answer.exists():
         tail = log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]

@@ -11,15 +11,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import vllm_fl
+from vllm_fl._children import child
 
 #: Lines of the child's stderr that are kept.
 _LINES_KEPT = 12
+_BYTES_KEPT = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +58,18 @@ def ask(question: str, *arguments: str, seconds: float) -> Answer:
         # As in a server: the current folder is not searched, and the core is this one.
         command = [sys.executable, "-P", "-X", "faulthandler", "-m", "vllm_fl.doctor.questions"]
         paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(vllm_fl.__file__).parents[1])]
-        with noise.open("wb") as stderr:
-            process = subprocess.Popen(
+        with (
+            noise.open("wb") as stderr,
+            child(
                 [*command, str(answer), question, *arguments],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                {**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
                 stderr=stderr,
-                start_new_session=True,
-            )
+            ) as process,
+        ):
             problem = _wait(process, seconds)
-        said = noise.read_text(errors="replace").strip().splitlines()[-_LINES_KEPT:]
+        said = _end_of(noise).strip().splitlines()[-_LINES_KEPT:]
         try:
             value = json.loads(answer.read_text("utf-8"))
         except (OSError, ValueError):
@@ -75,16 +77,18 @@ def ask(question: str, *arguments: str, seconds: float) -> Answer:
         return Answer(value, said="\n".join(said))
 
 
+def _end_of(file: Path) -> str:
+    """Return the end of what a process printed, which may be without end."""
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - _BYTES_KEPT))
+        return opened.read(_BYTES_KEPT).decode(errors="replace")
+
+
 def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
         return f"did not come back within {seconds:g} s"
-    finally:
-        # Whatever it has started ends with it.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
     if code < 0:
         return f"was killed by {_name(-code)}"
     return f"ended its process with exit status {code}" if code else ""

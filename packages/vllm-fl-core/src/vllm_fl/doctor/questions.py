@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl._children import end_with_parent
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import discovery
@@ -176,6 +177,7 @@ _QUESTIONS: dict[str, Callable[..., Any]] = {
 
 def main() -> None:
     """Answer, and end whatever threads are left."""
+    end_with_parent()
     file, question, *arguments = sys.argv[1:]
     answer = _QUESTIONS[question](*arguments)
     part = Path(f"{file}.part")
