@@ -24,6 +24,7 @@ from importlib import resources
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl.dispatch._files import read_text
 from vllm_fl.dispatch._suggest import suggest
 
 if TYPE_CHECKING:
@@ -95,9 +96,11 @@ def read(path: Path, source: str | None = None) -> list[Exemption]:
     """
     where = source or str(path)
     try:
-        values = tomllib.loads(path.read_text("utf-8"))
+        values = tomllib.loads(read_text(path))
     except OSError as error:
         raise ExceptionsError(f"{where}: {error.strerror or error}") from None
+    except RecursionError:
+        raise ExceptionsError(f"{where}: it is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ExceptionsError(f"{where}: {error}") from None
     unknown = set(values) - {"exception"}

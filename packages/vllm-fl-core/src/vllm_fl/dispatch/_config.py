@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl.dispatch._files import read_text
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._suggest import did_you_mean
 from vllm_fl.dispatch._suggest import shown
@@ -313,14 +314,17 @@ def _yaml(path: str, prefix: str) -> Iterator[tuple[Any, list[tuple[Any, Any, st
     """Give the loader and the entries of a YAML file, and every fault of it a place."""
     import yaml
 
+    from vllm_fl.dispatch._yaml import Loader
+    from vllm_fl.dispatch._yaml import check_size
+
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = read_text(path)
     except (OSError, UnicodeError, ValueError) as error:
         raise PolicyError(f"{prefix}: cannot be read: {error}") from None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = Loader(text)
         root = loader.get_single_node()
+        check_size(root)
         yield loader, [] if root is None else _entries(loader, root, path)
     except PolicyError:
         raise

@@ -1,0 +1,31 @@
+"""Files that somebody names: opened and read in bounded time, whatever is behind the name."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+#: A policy has a few lines, and a table of everything that was measured some hundred kilobytes.
+MOST_BYTES = 2**20
+
+
+def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
+    """Return the text of a regular file.
+
+    Raises:
+        OSError: it cannot be opened, is a pipe, a socket or a device, or is too large.
+        UnicodeError: it is no UTF-8.
+    """
+    # A pipe that nobody writes to is opened without waiting.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    with open(os.open(path, flags | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError("it is not a regular file")
+        read = file.read(most + 1)
+    if len(read) > most:
+        raise OSError(f"it is larger than {most:,} bytes")
+    return read.decode("utf-8")
