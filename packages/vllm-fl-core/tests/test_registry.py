@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from typing import TYPE_CHECKING
 from typing import Any
@@ -407,3 +408,15 @@ def test_while_frozen_it_is_recorded_not_used_and_warned_of_once(caplog: pytest.
     manager.thaw()
     assert call_op(OP, 1) == "better"
     assert call_op("new_op", 1) == "new"
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 14), reason="Python evaluates annotations when the function is defined"
+)
+def test_an_annotation_that_only_a_type_checker_resolves() -> None:
+    """From Python 3.14 on such a function can be defined; its annotations are not ours to evaluate."""
+    scope: dict[str, Any] = {}
+    exec("def fn(x: OnlyForTypeCheckers) -> OnlyForTypeCheckers: return x", scope)
+    registry = OpRegistry()
+    registry.register_impl(impl(fn=scope["fn"]))
+    assert OpManager(registry).call(OP, 1) == 1

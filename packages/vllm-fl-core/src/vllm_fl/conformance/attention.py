@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from vllm_fl.conformance.result import Result
 from vllm_fl.conformance.result import Status
+from vllm_fl.dispatch._binding import signature_of
 from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch._foreign import describe
 
@@ -153,7 +154,7 @@ def _class_problems(cls: Any, base: Any) -> list[str]:
 
 
 def _signature_problem(function: Any, wanted: Any) -> str:
-    has, asked = inspect.signature(function).parameters, inspect.signature(wanted).parameters
+    has, asked = signature_of(function).parameters, signature_of(wanted).parameters
     kinds = {p.kind for p in has.values()}
     takes_more = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
     usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from dataclasses import dataclass
 from itertools import takewhile
@@ -210,10 +211,23 @@ def _kinds(signature: inspect.Signature) -> list[tuple[str, Any]]:
     return [(name, p.kind) for name, p in signature.parameters.items()]
 
 
+def signature_of(fn: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature that a function tells, without evaluating its annotations.
+
+    Python 3.14 evaluates them when they are asked for, and what only a type checker imports is a
+    NameError then.
+    """
+    if sys.version_info >= (3, 14):
+        import annotationlib
+
+        return inspect.signature(fn, annotation_format=annotationlib.Format.STRING)
+    return inspect.signature(fn)
+
+
 def _told(fn: Callable[..., Any]) -> inspect.Signature | None:
     """Return the signature that a function tells, that of the wrapped one where it is a wrapper."""
     try:
-        return inspect.signature(fn)
+        return signature_of(fn)
     except Exception:  # noqa: BLE001 - a builtin tells none, and a plug-in's object may raise anything
         return None
 

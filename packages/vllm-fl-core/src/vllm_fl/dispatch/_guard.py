@@ -16,7 +16,6 @@ What Dynamo traces holds no lock, logger, clock or ``add_note``.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Protocol
 
 from vllm_fl.dispatch import _predicate
 from vllm_fl.dispatch import _runtime
+from vllm_fl.dispatch._binding import signature_of
 from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._generate import GUARD
@@ -230,7 +230,7 @@ class _Level:
         if self.operator is not None or not isinstance(error, TypeError):
             return False
         try:
-            inspect.signature(self.candidate.fn).bind(*args, **kwargs)
+            signature_of(self.candidate.fn).bind(*args, **kwargs)
         except TypeError:
             return True
         except ValueError:
