@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.cli.output import ExitCode
+from vllm_fl.dispatch._text import printable
 from vllm_fl.doctor import checks
 from vllm_fl.doctor import installation
 from vllm_fl.doctor.finding import FAIL
@@ -107,8 +108,8 @@ def _code(statuses: list[str], *, strict: bool) -> int:
 
 def _print(name: str, findings: list[Finding], output: Output) -> None:
     for finding in findings:
-        output.text(f"{finding.status}  {name:<12}  {finding.what}")
+        output.text(printable(f"{finding.status}  {name:<12}  {finding.what}"))
         if finding.status in (FAIL, WARN):
-            output.text(f"{'':20}why:  {finding.why}")
-            for line in finding.mend.splitlines():
+            output.text(printable(f"{'':20}why:  {finding.why}"))
+            for line in finding.mend.split("\n"):
                 output.text(f"{'':20}mend: {line}")

@@ -22,6 +22,7 @@ from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch._installed import entry_points
 from vllm_fl.dispatch._installed import name_of
 from vllm_fl.dispatch._installed import requirements_of
+from vllm_fl.dispatch._text import printable
 from vllm_fl.dispatch.variables import known_variables
 from vllm_fl.dispatch.variables import unread_variables
 
@@ -68,7 +69,7 @@ def _env(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.json:
         output.json_object(found)
         return 0
-    output.text("\n".join(_lines(found)))
+    output.text("\n".join(map(printable, _lines(found))))
     return 0
 
 

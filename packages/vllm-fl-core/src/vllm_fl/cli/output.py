@@ -13,6 +13,8 @@ from typing import Any
 
 from vllm_fl.dispatch._installed import CORE
 from vllm_fl.dispatch._installed import version_of
+from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch._text import printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,27 +85,33 @@ class Output:
         """Print the one object of ``--json``."""
         head = {"schema_version": SCHEMA_VERSION, "generated_by": generated_by()}
         with self._on_stdout():
-            print(json.dumps({**head, **values}, indent=2))
+            # JSON escapes every control character but DEL.
+            print(json.dumps({**head, **values}, indent=2).replace("\x7f", "\\u007f"))
 
     def text(self, text: str = "") -> None:
-        """Print a line for people: on stdout, or on stderr with ``--json``."""
+        """Print for people: on stdout, or on stderr with ``--json``.
+
+        Line breaks are those of the caller: what may hold one of somebody else's goes through
+        :func:`~vllm_fl.dispatch._text.printable` before.
+        """
         if self.as_json:
-            print(text, file=sys.stderr)
+            print(printable_lines(text), file=sys.stderr)
             return
         with self._on_stdout():
-            print(text)
+            print(printable_lines(text))
 
     def note(self, text: str) -> None:
         """Print a line about what happens, on stderr."""
-        print(text, file=sys.stderr)
+        print(printable(text), file=sys.stderr)
 
     def error(self, text: str) -> None:
         """Print what went wrong, on stderr."""
-        print(f"vllm-fl: {text}", file=sys.stderr)
+        print(printable_lines(f"vllm-fl: {text}"), file=sys.stderr)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print a table: with rich where it is installed and stdout is a terminal, unless NO_COLOR is set."""
-        cells = [[("" if cell is None else str(cell)) for cell in row] for row in rows]
+        title = printable(title)
+        cells = [[("" if cell is None else printable(str(cell))) for cell in row] for row in rows]
         with self._on_stdout():
             if find_spec("rich") is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
                 _print_rich(title, columns, cells)

@@ -15,6 +15,7 @@ from vllm_fl.dispatch import match_token
 from vllm_fl.dispatch import policy_from_config
 from vllm_fl.dispatch._packaged import effective
 from vllm_fl.dispatch._packaged import lies_below
+from vllm_fl.dispatch._text import printable
 from vllm_fl.dispatch.types import NATIVE
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def _show(arguments: argparse.Namespace, output: Output) -> int:
     else:
         output.table(f"Policy {policy.fingerprint()}", _COLUMNS, _rows(values))
         for note in notes:
-            output.text(f"note: {note}")
+            output.text(printable(f"note: {note}"))
     warn_of_unread(manager, output)
     return 0
 
@@ -99,7 +100,7 @@ def _check(arguments: argparse.Namespace, output: Output) -> int:
         return 0
     output.table(f"{arguments.file} is right", _COLUMNS, _rows(values))
     for note in notes:
-        output.text(f"note: {note}")
+        output.text(printable(f"note: {note}"))
     return 0
 
 

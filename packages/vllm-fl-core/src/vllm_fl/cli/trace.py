@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch._text import printable
 from vllm_fl.dispatch.trace import ALL
 from vllm_fl.dispatch.trace import NEWEST
 from vllm_fl.dispatch.trace import merge
@@ -61,7 +62,7 @@ def _trace(arguments: argparse.Namespace, output: Output) -> int:
         which = {NEWEST: "the newest run", ALL: "all runs"}.get(
             arguments.wanted, f"the run {arguments.wanted}"
         )
-        output.text(f"Below is {which}; --run RUN shows another one, --run all the sum.\n")
+        output.text(f"Below is {printable(which)}; --run RUN shows another one, --run all the sum.\n")
     output.table(f"What ran ({len(record['processes'])} processes)", COLUMNS, rows(operators))
     return 0
 

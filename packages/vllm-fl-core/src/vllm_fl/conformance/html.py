@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections import Counter
-from html import escape
 from typing import TYPE_CHECKING
 
 from vllm_fl.conformance.report import remarks
 from vllm_fl.conformance.report import worst
 from vllm_fl.conformance.result import Status
+from vllm_fl.dispatch._text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,6 +42,11 @@ details { margin: .4rem 0; } summary { cursor: pointer; }
 # The plot's horizontal axis: the error in tolerances, from 10**_LEAST to 10**_MOST.
 _LEAST, _MOST = -4, 2
 _LEFT, _WIDTH, _ROW = 90, 860, 30
+
+
+def escape(text: str) -> str:
+    """Return a text for HTML, in which every character can be seen."""
+    return html.escape(printable(text))
 
 
 def write_html(report: Report, path: Path) -> None:

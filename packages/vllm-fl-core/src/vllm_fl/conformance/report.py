@@ -17,6 +17,7 @@ import torch
 from vllm_fl.cli.output import generated_by
 from vllm_fl.conformance.result import Status
 from vllm_fl.dispatch._installed import version_of
+from vllm_fl.dispatch._text import printable
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,9 +134,9 @@ def print_summary(report: Report, output: Output) -> None:
     columns = ("operator", "implementation", "passed", "failed", "refused", "not run", "worst error")
     output.table(title, columns, rows)
     for result in report.failures:
-        output.text(f"FAILED {result.op}: {result.name}: {result.note}")
+        output.text(printable(f"FAILED {result.op}: {result.name}: {result.note}"))
     for line in remarks(report):
-        output.text(line)
+        output.text(printable(line))
     count = report.count()
     verdict = "FAILED" if report.failures else "passed"
     output.text(f"{verdict}: " + ", ".join(f"{count[status]} {status}" for status in Status if count[status]))
@@ -194,9 +195,9 @@ def write_junit(report: Report, path: Path) -> None:
                 suite, "testcase", classname=f"{impl_id}.{op}", name=result.name, time=f"{result.seconds:.3f}"
             )
             if result.is_failure:
-                ElementTree.SubElement(case, "failure", message=result.note)
+                ElementTree.SubElement(case, "failure", message=printable(result.note))
             elif result.status in idle:
-                message = f"{result.status}: {result.exception or result.note}"
+                message = printable(f"{result.status}: {result.exception or result.note}")
                 ElementTree.SubElement(case, "skipped", message=message)
     ElementTree.indent(root)
     ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch._text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -145,7 +146,7 @@ def name_of(distribution: Distribution) -> str:
         found = distribution.name
     except Exception:  # noqa: BLE001 - as above
         found = None
-    return found or _place(distribution).stem.partition("-")[0]
+    return printable(found or _place(distribution).stem.partition("-")[0])
 
 
 def requirements_of(distribution: Distribution) -> list[str]:

@@ -6,8 +6,12 @@ import logging
 import os
 import sys
 from contextlib import contextmanager
+from contextlib import suppress
 from typing import TYPE_CHECKING
 from typing import Any
+
+from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch._text import printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -18,7 +22,31 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 def get_logger(name: str = "vllm_fl.dispatch") -> logging.Logger:
     """Return a logger below ``vllm_fl``."""
-    return logging.getLogger(name if f"{name}.".startswith(f"{ROOT}.") else f"{ROOT}.{name}")
+    return only_printable(logging.getLogger(name if f"{name}.".startswith(f"{ROOT}.") else f"{ROOT}.{name}"))
+
+
+def only_printable(logger: logging.Logger) -> logging.Logger:
+    """Let a logger write each message as one line, in which every character can be seen."""
+    logger.addFilter(_only_printable)
+    return logger
+
+
+def _only_printable(record: logging.LogRecord) -> bool:
+    with suppress(Exception):  # the handler meets the same, and says so
+        record.msg, record.args = printable(record.getMessage()), None
+        if record.exc_info and not record.exc_text:
+            # A formatter writes this text where there is one, in the place of its own.
+            record.exc_text = _traceback(record.exc_info)
+    return True
+
+
+def _traceback(exc_info: Any) -> str:
+    import traceback  # only when something has failed
+
+    # Its frames have lines of their own; the text of an exception has one.
+    parts = [part.removesuffix("\n") for part in traceback.format_exception(*exc_info)]
+    frames = ("Traceback ", " ", "\n")
+    return "\n".join(printable_lines(p) if p.startswith(frames) else printable(p) for p in parts)
 
 
 #: What has been said in this process.

@@ -6,6 +6,8 @@ from dataclasses import asdict
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_fl.dispatch._text import printable
+
 #: Why a candidate is where it is.
 CHOSEN = "chosen"
 NEXT = "next"
@@ -76,10 +78,10 @@ class Decision:
         chosen = f"{self.impl_id} ({self.form})" if self.impl_id else "nothing can run"
         lines = [
             f"{self.op_name}: {chosen}",
-            f"order: {' > '.join(self.order)}   from {self.source}   policy {self.policy}",
-            *(f"tuned: {line}" for line in self.tuned),
+            printable(f"order: {' > '.join(self.order)}   from {self.source}   policy {self.policy}"),
+            *(printable(f"tuned: {line}") for line in self.tuned),
         ]
-        rows = [("", "implementation", "wheel", "priority", "why")]
+        rows: list[tuple[str, ...]] = [("", "implementation", "wheel", "priority", "why")]
         rows += [
             (
                 "->" if c.status == CHOSEN else "",
@@ -92,6 +94,7 @@ class Decision:
         ]
         if len(rows) == 1:
             return "\n".join([*lines, "no implementation is registered"])
+        rows = [tuple(map(printable, row)) for row in rows]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         for row in rows:
             cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]

@@ -6,6 +6,8 @@ fails" in :mod:`vllm_fl.dispatch.manager`.
 
 from __future__ import annotations
 
+from vllm_fl.dispatch._text import printable
+
 
 class DispatchError(Exception):
     """Base class of what the dispatch raises itself."""
@@ -15,8 +17,12 @@ class PolicyError(DispatchError, ValueError):
     """A configuration value is wrong.
 
     The message names the variable, or the file and line, the value, and the
-    nearest right name where there is one.
+    nearest right name where there is one. It is one line, in which every
+    character can be seen, whatever a path holds.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class RegistrationError(DispatchError, ValueError):

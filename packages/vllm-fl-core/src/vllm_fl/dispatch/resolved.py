@@ -13,6 +13,7 @@ from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._binding import adapt
 from vllm_fl.dispatch._known import install_hint
 from vllm_fl.dispatch._log import get_logger
+from vllm_fl.dispatch._text import printable
 from vllm_fl.dispatch.tuned import by_shape
 from vllm_fl.dispatch.types import NATIVE
 
@@ -102,11 +103,11 @@ def with_table(operator: Operator, default: Resolved, by_entry: Mapping[Measured
 def nothing_runs(decision: Decision, plugins: Iterable[PluginRecord]) -> str:
     """Say why nothing can run an operator, and what to install."""
     lines = [f"nothing can run {decision.op_name!r}."]
-    lines += [f"  {c.impl_id} ({c.distribution}): {c.reason}" for c in decision.candidates]
+    lines += [printable(f"  {c.impl_id} ({c.distribution}): {c.reason}") for c in decision.candidates]
     failed = [record for record in plugins if record.state in ("failed", "incompatible")]
-    lines += [f"  plugin {r.name!r} of {r.distribution} {r.version}: {r.reason}" for r in failed]
+    lines += [printable(f"  plugin {r.name!r} of {r.distribution} {r.version}: {r.reason}") for r in failed]
     if decision.source != "the defaults":
-        lines.append(f"  The order {' > '.join(decision.order)} comes from {decision.source}.")
+        lines.append(printable(f"  The order {' > '.join(decision.order)} comes from {decision.source}."))
     if not decision.candidates:
         lines.append("  No implementation is registered.")
     lines.append(install_hint(decision.op_name))

@@ -4,4 +4,6 @@ from __future__ import annotations
 
 import logging
 
-logger = logging.getLogger("vllm.plugins.vllm_fl")
+from vllm_fl.dispatch._log import only_printable
+
+logger = only_printable(logging.getLogger("vllm.plugins.vllm_fl"))
