@@ -134,7 +134,7 @@ def _print_rich(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    table = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

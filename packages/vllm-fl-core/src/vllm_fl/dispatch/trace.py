@@ -53,7 +53,7 @@ class Recorder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._name = ""
+        self._run = self._name = ""
         self._lock = ForkSafeLock()
         self._entries: dict[tuple[str, str], dict[str, Any]] = {}
         self._layers: dict[tuple[str, str, str, str], int] = {}
@@ -128,12 +128,13 @@ class Recorder:
         with self._lock:
             if not self._version:
                 return
-            run = run_name()
-            # Two containers with one folder may have one process number.
-            self._name = self._name or f"{run}-{os.getpid()}-{secrets.token_hex(4)}.json"
+            if not self._name:
+                self._run = run_name()
+                # Two containers with one folder may have one process number.
+                self._name = f"{self._run}-{os.getpid()}-{secrets.token_hex(4)}.json"
             record = {
                 "schema_version": SCHEMA_VERSION,
-                "run": run,
+                "run": self._run,
                 "pid": os.getpid(),
                 "process": _process_name(),
                 **self._facts,

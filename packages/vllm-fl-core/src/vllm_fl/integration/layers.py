@@ -8,6 +8,7 @@ calls the resolved operator.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import MethodType
 from typing import TYPE_CHECKING
 from typing import Any
@@ -68,7 +69,9 @@ def check_lists() -> None:
     unknown = [name for name in [*(allowed or []), *denied] if name not in known]
     if unknown:
         # A subclass's name is known after an import that takes most of a second.
-        known |= {cls.__name__ for binding in BINDINGS for cls, _ in _classes(binding)}
+        for binding in BINDINGS:
+            with suppress(ImportError, AttributeError):  # this vLLM has no such layer
+                known |= {cls.__name__ for cls, _ in _classes(binding)}
     for name in unknown:
         if name not in known:
             variable = _WHITELIST if allowed is not None else _BLACKLIST
