@@ -39,7 +39,8 @@ REFERENCE: Final = "reference.torch"
 EVERYWHERE: Final = {"silu_and_mul", "rms_norm", "rotary_embedding"}
 EXPERTS: Final = {"fused_experts", "topk_softmax"}
 
-#: The second model's engine, in the process of the first one's.
+#: The second model's engine, in the process of the first one's. The experts' is the first: vLLM makes the
+#: groups of ranks once for a process, and those that experts need for such a model only.
 _SECOND = """
 def report(llm):
     from vllm import LLM, SamplingParams
@@ -89,10 +90,10 @@ class Outcome:
 
 def run(cell: Cell, dense: Checkpoint, experts: Checkpoint, evidence: Evidence) -> tuple[Outcome, str]:
     """Run one cell and return its outcome and log; never raises for what happens in vLLM."""
-    given = more_engines(experts.path, experts.prompts)
+    given = more_engines(dense.path, dense.prompts)
     eager = f"ENGINE_ARGS['enforce_eager'] = {cell.mode == 'eager'}\nNEW_TOKENS = {NEW_TOKENS}\n"
     result = run_vllm(
-        dense,
+        experts,
         mode=cell.mode,
         native=cell.variables is None,
         in_process=not cell.apart,
@@ -112,7 +113,7 @@ def _judge(
         end = "ran past its time" if result.timed_out else f"ended with {result.returncode}"
         return "failed", [f"{end}: {errors[-1][-300:] if errors else 'no error in its log'}"]
     found = []
-    for model, golden, got in (("dense", dense, result.tokens), ("experts", experts, result.report)):
+    for model, golden, got in (("experts", experts, result.tokens), ("dense", dense, result.report)):
         pairs = zip(map(tuple, got), golden.golden, strict=True)
         wrong = sum(tokens != right for tokens, right in pairs)
         if wrong:

@@ -63,8 +63,8 @@ def test_golden() -> None:
     ("given", "status", "said"),
     [
         ({"returncode": 1}, "failed", "ended with 1: ValueError: no such layer"),
-        ({"tokens": ((1, 2), (3, 5))}, "differs", "dense: 1 of 2 prompts have other tokens"),
-        ({"report": [[0, 2], [3, 5]]}, "differs", "experts: 2 of 2 prompts have other tokens"),
+        ({"tokens": ((1, 2), (3, 5))}, "differs", "experts: 1 of 2 prompts have other tokens"),
+        ({"report": [[0, 2], [3, 5]]}, "differs", "dense: 2 of 2 prompts have other tokens"),
         (
             {"ran": RAN | {("rms_norm", "reference.torch"): 0}},
             "differs",
