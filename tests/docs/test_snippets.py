@@ -42,7 +42,7 @@ ELSEWHERE = {
     "adding-a-vendor.md": "tests/docs/test_adding.py",
     "adding-an-operator.md": "tests/docs/test_adding.py",
 }
-SECONDS = 300
+SECONDS = 1800
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ import importlib.util
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
@@ -33,6 +32,7 @@ def main() -> None:
     request: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     setup = load_setup(request["setup"])
 
+    from evidence import wait_for_records
     from vllm import LLM
     from vllm import SamplingParams
 
@@ -50,7 +50,7 @@ def main() -> None:
     Path(sys.argv[2]).write_text(json.dumps(result))
     if "VLLM_FL_TRACE_DIR" in os.environ:
         # This process and its workers end without a word: let them write their records first.
-        time.sleep(1)
+        wait_for_records(Path(os.environ["VLLM_FL_TRACE_DIR"]))
     # Not Python's clean-up, which takes three seconds of a run's thirteen.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -87,7 +87,7 @@ def run_vllm(
     prompts: Sequence[Sequence[int]] | None = None,
     max_tokens: int = NEW_TOKENS,
     engine_args: Mapping[str, Any] | None = None,
-    timeout: float = 300,
+    timeout: float = 1200,
 ) -> Result:
     """Generate greedily in a fresh Python process; never raises for what happens in there.
 
@@ -166,7 +166,7 @@ class Server:
             data=json.dumps(body).encode(),
             headers={"Content-Type": "application/json"},
         )
-        with _open(request, timeout=60) as response:
+        with _open(request, timeout=600) as response:
             return tuple(json.load(response)["choices"][0]["token_ids"])
 
     def ready(self) -> bool:
@@ -186,7 +186,7 @@ def serve(
     native: bool = False,
     env: Mapping[str, str] | None = None,
     engine_args: Mapping[str, Any] | None = None,
-    timeout: float = 180,
+    timeout: float = 900,
 ) -> Iterator[Server]:
     """Start the OpenAI-compatible server, yield it when it is ready, and end it.
 
@@ -214,7 +214,7 @@ def serve(
         finally:
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 process.send_signal(signal.SIGINT)
-                process.wait(30)
+                process.wait(120)
             _kill_group(process)
             server.log = _read_log(work)
             server.returncode = process.returncode

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
@@ -14,6 +16,23 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 PLUGINS: Final = Path(__file__).with_name("plugins")
+
+
+#: Seconds in which no process has written its record, so that none has more to write.
+_QUIET: Final = 10 * trace.WRITE_EVERY_SECONDS
+
+
+def wait_for_records(folder: Path) -> None:
+    """Wait until every process has written its record; those that are killed write none at the end."""
+    seen: list[tuple[str, int]] | None = None
+    begin = changed = time.monotonic()
+    while time.monotonic() - changed < _QUIET and time.monotonic() - begin < 300:
+        # One may be replaced meanwhile.
+        with suppress(FileNotFoundError):
+            found = sorted((file.name, file.stat().st_mtime_ns) for file in folder.iterdir())
+            if found != seen:
+                seen, changed = found, time.monotonic()
+        time.sleep(trace.WRITE_EVERY_SECONDS)
 
 
 class Evidence:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import time
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -16,10 +15,9 @@ from engine import run_vllm
 from engine import serve
 from evidence import PLUGINS
 from evidence import Evidence
+from evidence import wait_for_records
 from test_compile_cache import _ARTIFACTS_LOAD
 from test_compile_cache import _LOADED
-
-from vllm_fl.dispatch.trace import WRITE_EVERY_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,15 +51,11 @@ def _all_at_once(server: Server, checkpoint: Checkpoint) -> list[Any]:
         return list(pool.map(lambda prompt: _answer(server, prompt), checkpoint.prompts))
 
 
-def _wait_for_the_record() -> None:
-    time.sleep(3 * WRITE_EVERY_SECONDS)
-
-
 def test_one_that_raises_at_its_hundredth_call(qwen3: Checkpoint, evidence: Evidence) -> None:
     """Nobody notices but the log: the reference goes on, on the same arguments."""
     with serve(qwen3, env=_drill(evidence, "raises")) as server:
         answers = [_all_at_once(server, qwen3) for _ in range(4)]
-        _wait_for_the_record()
+        wait_for_records(evidence.folder)
     assert answers == [list(qwen3.golden)] * 4
     (line,) = [line for line in server.log.splitlines() if " is set aside; " in line]
     assert "vendor.drill.raises raised for silu_and_mul and is set aside" in line
@@ -92,7 +86,7 @@ def test_one_whose_failure_ends_the_engine(
     env = _drill(evidence, how, **more)
     with serve(qwen3, env=env) as server:
         answers = [answer for _ in range(8) for answer in _all_at_once(server, qwen3)]
-        _wait_for_the_record()
+        wait_for_records(evidence.folder)
     right = [answer for answer in answers if answer in qwen3.golden]
     refused = [answer for answer in answers if answer not in qwen3.golden]
     assert right
@@ -135,7 +129,7 @@ def test_one_that_returns_nan(qwen3: Checkpoint, evidence: Evidence) -> None:
             _all_at_once(server, qwen3)
         broken = _all_at_once(server, qwen3)
         is_alive = server.ready()
-        _wait_for_the_record()
+        wait_for_records(evidence.folder)
     assert first == qwen3.golden[0]
     assert is_alive
     # Answers, all of their length, and none of them right.

@@ -34,7 +34,7 @@ def _run(checkpoint: Checkpoint, env: dict[str, str], **more: object) -> Result:
     cores = sorted(os.sched_getaffinity(0))
     env = {"VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}|{cores[-1]}", **env}
     two = {"tensor_parallel_size": 2}
-    return run_vllm(checkpoint, in_process=False, env=env, engine_args=two, timeout=600, **more)
+    return run_vllm(checkpoint, in_process=False, env=env, engine_args=two, timeout=1200, **more)
 
 
 def _stopped(result: Result) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 from engine import serve
-
-from vllm_fl.dispatch.trace import WRITE_EVERY_SECONDS
+from evidence import wait_for_records
 
 if TYPE_CHECKING:
     from checkpoints import Checkpoint
@@ -22,7 +20,7 @@ def test_server(qwen3: Checkpoint, evidence: Evidence) -> None:
     with serve(qwen3, env=evidence.env(VLLM_FL_PREFER="reference"), engine_args=options) as server:
         answers = tuple(server.complete(prompt) for prompt in qwen3.prompts)
         # The worker is killed at the end: let it write its record first.
-        time.sleep(3 * WRITE_EVERY_SECONDS)
+        wait_for_records(evidence.folder)
     assert answers == qwen3.golden
     assert server.returncode == 0
     assert "Application shutdown complete" in server.log

@@ -70,7 +70,7 @@ def python() -> Callable[..., subprocess.CompletedProcess[str]]:
             env={**inherited, "PYTHONPATH": path, **variables},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
             check=False,
         )
 

@@ -61,7 +61,7 @@ def command(installed: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=60,
+            timeout=600,
         )
 
     return run
@@ -227,7 +227,7 @@ def test_a_closed_pipe_is_no_error(installed: Path) -> None:
     )
     assert process.stdout is not None
     process.stdout.close()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=600)
     assert "BrokenPipeError" not in errors
     assert process.returncode == 0
 

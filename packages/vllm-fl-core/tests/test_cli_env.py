@@ -45,7 +45,7 @@ def run(installed: Path, code: str, **variables: str) -> subprocess.CompletedPro
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -92,7 +92,7 @@ def on_a_terminal(code: str, **variables: str) -> str:
         env={**inherited, "TERM": "xterm-256color", **variables},
         stdout=its,
         check=True,
-        timeout=60,
+        timeout=600,
     )
     os.close(its)
     with open(ours, "rb", buffering=0) as file:

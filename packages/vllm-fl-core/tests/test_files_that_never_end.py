@@ -34,7 +34,7 @@ def in_time(function: Callable[..., Any], *args: Any) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert not thread.is_alive(), "it does not come back"
     return done[0]
 

@@ -474,7 +474,7 @@ def test_threads_do_not_see_each_others_contexts() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(300)
     assert seen == {"vendor": "vendor", "reference": "reference", "flagos": "flagos", "none": "flagos"}
 
 

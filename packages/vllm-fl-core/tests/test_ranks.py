@@ -53,7 +53,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank of a test is a thread, and has the same number of the round."""
     monkeypatch.setattr(ranks, "_rounds", itertools.repeat(1))
     monkeypatch.setattr(manager_module, "_default", OpManager(OpRegistry()))
-    monkeypatch.setenv(ranks.TIMEOUT_VARIABLE, "0.3")
+    monkeypatch.setenv(ranks.TIMEOUT_VARIABLE, "600")
 
 
 def run(*acts: Callable[[ranks.Group], Any]) -> list[str]:
@@ -122,27 +122,25 @@ def test_other_layers_only(rounds: None) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_rank_that_publishes_nothing(rounds: None, missing: int) -> None:
+def test_a_rank_that_publishes_nothing(rounds: None, monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    monkeypatch.setenv(ranks.TIMEOUT_VARIABLE, "0.3")
     acts: list[Any] = [agree(plan()), agree(plan())]
     acts[missing] = lambda group: None
     started = time.monotonic()
     said = run(*acts)
-    assert 0.3 <= time.monotonic() - started < 5
+    assert 0.3 <= time.monotonic() - started < 60
     assert said[missing] == ""
     assert f"rank {missing} has published nothing within 0.3 s (VLLM_FL_RANKS_TIMEOUT)" in said[1 - missing]
     assert "VLLM_PLUGINS" in said[1 - missing]
 
 
 @pytest.mark.parametrize("gone", [0, 1])
-def test_a_rank_that_withdraws_is_not_waited_for(
-    rounds: None, monkeypatch: pytest.MonkeyPatch, gone: int
-) -> None:
-    monkeypatch.setenv(ranks.TIMEOUT_VARIABLE, "60")
+def test_a_rank_that_withdraws_is_not_waited_for(rounds: None, gone: int) -> None:
     acts: list[Any] = [agree(plan()), agree(plan())]
     acts[gone] = lambda group: ranks.withdraw("VLLM_FL_OOT_ENABLED is off there", group)
     started = time.monotonic()
     said = run(*acts)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 300  # and not 600
     assert f"rank {gone} does not take part: VLLM_FL_OOT_ENABLED is off there" in said[1 - gone]
 
 
@@ -249,7 +247,7 @@ def test_two_processes_over_gloo(tmp_path: Path, second: str, agrees: bool) -> N
         )
         for rank, prefer in enumerate(("vendor", second))
     ]
-    said = [process.communicate(timeout=60) for process in started]
+    said = [process.communicate(timeout=600) for process in started]
     for rank, (out, err) in enumerate(said):
         assert (out == f"rank {rank} agreed twice\n") is agrees, err
         if not agrees:

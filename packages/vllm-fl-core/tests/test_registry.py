@@ -335,7 +335,7 @@ def test_many_threads_register() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert len(registry.snapshot().impls_by_op[OP]) == registry.snapshot().version == 200
 
 

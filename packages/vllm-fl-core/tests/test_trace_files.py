@@ -45,7 +45,7 @@ def run(tmp_path: Path, folder: Path) -> None:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_FL_")}
     path = str(Path(vllm_fl.__file__).parents[1])
     variables = {**inherited, "PYTHONPATH": path, "VLLM_FL_TRACE_DIR": str(folder)}
-    subprocess.run([sys.executable, str(script)], env=variables, check=True, timeout=100)
+    subprocess.run([sys.executable, str(script)], env=variables, check=True, timeout=600)
 
 
 def record(monkeypatch: pytest.MonkeyPatch, folder: Path) -> trace.Recorder:

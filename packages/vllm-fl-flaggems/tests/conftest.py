@@ -33,7 +33,7 @@ def python():
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=600,
         )
         assert done.returncode == 0, f"ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout.strip()

@@ -92,7 +92,7 @@ def test_eager_flaggems_but_for_one_operator(qwen3: Checkpoint, evidence: Eviden
 
 def test_eager_flaggems_mixture_of_experts(checkpoint_root: Path, evidence: Evidence) -> None:
     qwen3_moe = build("qwen3_moe", checkpoint_root)
-    result = run_vllm(qwen3_moe, env=emulated(evidence), timeout=600).checked()
+    result = run_vllm(qwen3_moe, env=emulated(evidence), timeout=1800).checked()
     assert result.tokens == qwen3_moe.golden
     calls = evidence.calls()
     # One of the two layers has experts.

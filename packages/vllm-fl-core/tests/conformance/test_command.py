@@ -183,7 +183,7 @@ def test_as_pytest(tmp_path):
         env={**os.environ, "PYTHONPATH": path, "VLLM_FL_PLUGIN_MODULES": "acme_plugin"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 1, done.stdout + done.stderr

@@ -121,7 +121,7 @@ def in_time(function: Callable[..., Any], *args: Any) -> Any:
     done: list[Any] = []
     thread = threading.Thread(target=lambda: done.append(function(*args)), daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(300)
     assert not thread.is_alive()
     return done[0]
 

@@ -87,21 +87,18 @@ MANY = [
 
 @pytest.mark.parametrize("loop", MANY)
 def test_a_million_implementations(site: Site, caplog: pytest.LogCaptureFixture, loop: str) -> None:
-    """The bound: the thousandth and first ends it, in seconds, and nothing of it is registered."""
+    """The bound: the thousandth and first ends it, and nothing of it is registered or kept."""
     import tracemalloc
 
     site.wheel("acme", f"def register(registry):\n    {loop}\n")
     site.wheel("good")
     tracemalloc.start()
-    started = time.monotonic()
     record = discover()["acme"]
-    seconds = time.monotonic() - started
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert record.state == "failed"
     assert "it registers more than 1000 implementations" in record.reason
     assert len(record.reason) < 300
-    assert seconds < 20
     assert peak < 50 * 2**20
     assert {op: len(i) for op, i in get_default_manager().registry.snapshot().impls_by_op.items()} == {OP: 1}
     assert len(lines(caplog)) == 1
@@ -128,6 +125,12 @@ def test_a_thousand_are_not_too_many(site: Site) -> None:
     assert len(get_default_manager().registry.snapshot().impls_by_op[OP]) == 1000
 
 
+def wait_for(is_so: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 300
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 # -- one that does not come back -------------------------------------------------------------------
 
 
@@ -135,24 +138,23 @@ def test_a_plugin_that_hangs_is_named_while_it_does(
     site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_watch, "SLOW_SECONDS", 0.2)
-    source = "import sys, threading\nsys.acme_may_go_on.wait(20)\n" + RIGHT
+    source = "import sys, threading\nsys.acme_may_go_on.wait(600)\n" + RIGHT
     site.wheel("acme", source)
     site.wheel("good")
     go_on = sys.acme_may_go_on = threading.Event()  # type: ignore[attr-defined]
     try:
         thread = threading.Thread(target=discover)
         thread.start()
-        deadline = time.monotonic() + 10
-        while not lines(caplog) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        wait_for(lambda: lines(caplog))
         assert thread.is_alive()  # it is said while the plugin hangs
         (line,) = lines(caplog)
         assert line.startswith("plugin 'acme' of acme 1.0 has been loading for 0.2 seconds now")
         assert "VLLM_FL_PLUGINS" in line
         assert "vllm-fl doctor" in line
     finally:
+        monkeypatch.setattr(_watch, "SLOW_SECONDS", 600)  # the other may take its time
         go_on.set()
-        thread.join(20)
+        thread.join(300)
         del sys.acme_may_go_on  # type: ignore[attr-defined]
     assert {record.state for record in discover().values()} == {"loaded"}
     assert len(lines(caplog)) == 1
@@ -167,7 +169,7 @@ def test_a_backend_that_hangs_is_named(
         name = "slow"  # type: ignore[assignment]
 
         def is_available(self) -> bool:
-            time.sleep(0.5)
+            wait_for(lambda: lines(caplog))
             return True
 
         def silu_and_mul(self, x: Any) -> Any:
@@ -183,11 +185,15 @@ def test_a_backend_that_hangs_is_named(
 def test_a_watch_tells_of_every_block_that_is_late_and_of_no_other(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_watch, "SLOW_SECONDS", 0.2)
+    # Two and three together take longer than is allowed, and each has room to be held up.
+    monkeypatch.setattr(_watch, "SLOW_SECONDS", 4)
     with _watch.Watch() as watch:
-        for name, seconds in (("one", 0.5), ("two", 0.1), ("three", 0.1), ("four", 0.5), ("five", 0.0)):
+        for name, late in (("one", 1), ("two", 0), ("three", 0), ("four", 2), ("five", None)):
             with watch.over(name, "advice"):
-                time.sleep(seconds)
+                if late:
+                    wait_for(lambda late=late: len(lines(caplog)) >= late)
+                elif late == 0:
+                    time.sleep(2.2)
     assert [line.partition(" ")[0] for line in lines(caplog)] == ["one", "four"]
 
 

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -213,7 +212,7 @@ def test_ctrl_c_ends_the_program_while_a_plugin_is_loaded(tmp_path: Path, where:
     assert process.stdout is not None
     assert process.stdout.readline() == b"here\n"
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=600)
     assert process.returncode == -signal.SIGINT
     assert b"KeyboardInterrupt" in said
 
@@ -233,7 +232,7 @@ call_op('silu_and_mul', 1)
     assert process.stdout is not None
     assert process.stdout.readline() == b"here\n"
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 7
+    assert process.wait(300) == 7
 
 
 # -- the command, with all of them installed ------------------------------------------------------
@@ -288,10 +287,9 @@ def test_the_doctor_names_it(tmp_path: Path, python: Callable[..., Any], source:
     assert {"status": "pass", "what": "plugin 'good' of good 1.0 loads", "why": "", "mend": ""} in findings
 
 
-def test_the_time_of_many_plugins_grows_with_their_number(site: Site) -> None:
+def test_three_hundred_plugins(site: Site) -> None:
+    """That their time grows with their number alone is counted in test_speed.py."""
     for number in range(300):
         site.wheel(f"acme{number}", f"def register(registry): registry.register_impl(impl('acme{number}'))")
-    started = time.monotonic()
     assert all(record.success for record in discover().values())
-    assert time.monotonic() - started < 60
     assert len(get_default_manager().registry.snapshot().impls_by_op[OP]) == 300
