@@ -132,6 +132,37 @@ def test_until_the_first_success_the_next_one_gets_what_the_first_got(
     assert len(first.seen) == (1 if how == "ValueError" else 2)
 
 
+def test_with_an_optional_tensor_it_is_another_kernel(registry: OpRegistry) -> None:
+    """That it has run without a residual proves nothing of the one that adds it."""
+    fails = True
+
+    def fused(x: Any, residual: Any, weight: Any, epsilon: float) -> str:
+        if residual is not None:
+            x.add_(residual)
+            if fails:
+                not_implemented_by_torch()
+        return "a"
+
+    registry.register_many(
+        [
+            implementation("rms_norm", "a", fused),
+            implementation("rms_norm", "b", lambda x, residual, weight, epsilon: x.tolist()),
+        ]
+    )
+    op = resolve_op("rms_norm")
+    for run in (op, functools.partial(call_op, "rms_norm"), op):
+        assert run(torch.ones(2), None, None, 1e-6) == "a"
+        assert run(torch.ones(2), torch.ones(2), None, 1e-6) == [1.0, 1.0]
+    fails = False
+    assert op(torch.ones(2), torch.ones(2), None, 1e-6) == "a"
+    fails = True
+    with pytest.raises(NotImplementedError):
+        op(torch.ones(2), torch.ones(2), None, 1e-6)
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    with pytest.raises(NotImplementedError):
+        call_op("rms_norm", torch.ones(2), torch.ones(2), None, 1e-6)
+
+
 @pytest.mark.parametrize("how", ["torch's own", "bare"])
 @pytest.mark.parametrize("op_name", WRITERS)
 def test_after_the_first_success_it_is_raised_and_the_note_says_how_to_refuse(

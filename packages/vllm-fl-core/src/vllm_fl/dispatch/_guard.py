@@ -16,6 +16,7 @@ What Dynamo traces holds no lock, logger, clock or ``add_note``.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
@@ -45,10 +46,10 @@ class Failures(Protocol):
     def set_aside(self, op_name: str, impl_id: str, error: BaseException) -> None:
         """Do not choose the implementation for this operator again."""
 
-    def is_proven(self, op_name: str, impl_id: str) -> bool:
-        """Whether it has succeeded once in this process."""
+    def is_proven(self, op_name: str, impl_id: str, kind: tuple[bool, ...] = ()) -> bool:
+        """Whether it has succeeded once in this process, for a kind of arguments."""
 
-    def prove(self, op_name: str, impl_id: str) -> None:
+    def prove(self, op_name: str, impl_id: str, kind: tuple[bool, ...] = ()) -> None:
         """Note its first success."""
 
     def bad_answer(self, op_name: str, impl_id: str, answer: str) -> None:
@@ -238,18 +239,24 @@ class _Level:
         return False
 
     def insured(self, operator: Operator, rest: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the candidate with copies of what it may write, until its first success."""
-        fn, is_tracing = self.candidate.fn, self.is_tracing
-        parameters = operator.signature.parameters
-        places = [name for name, p in parameters.items() if p.kind is not p.KEYWORD_ONLY]
-        written = [name for name in self.candidate.writes if name in parameters]
+        """Return the candidate with copies of what it may write, until its first success.
+
+        With and without an optional tensor it may be two kernels, so that each has its own.
+        """
+        fn, is_tracing, failures = self.candidate.fn, self.is_tracing, self.failures
+        key = (self.name, self.candidate.impl_id)
+        names = list(operator.signature.parameters)
+        written = [names.index(name) for name in self.candidate.writes if name in names]
+        optional = [names.index(name) for name in _optional(operator)]
 
         def insured(*args: Any, **kwargs: Any) -> Any:
             if is_tracing():
                 return fn(*args, **kwargs)
-            by_name = {**dict(zip(places, args, strict=True)), **kwargs}
-            values = [by_name[name] for name in written]
-            copies = None if _runtime.is_capturing() else _runtime.copies_of(values)
+            given = (*args, *kwargs.values())  # all of them, in the contract's order
+            kind = tuple([given[place] is not None for place in optional])
+            is_new = not failures.is_proven(*key, kind)
+            values = [given[place] for place in written] if is_new else []
+            copies = _runtime.copies_of(values) if is_new and not _runtime.is_capturing() else None
             try:
                 result = fn(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - raised again unless the rest succeeds
@@ -260,11 +267,24 @@ class _Level:
                     if problem is not None:
                         _add_notes(error, [f"{self.name}: the arguments cannot be put back: {problem}"])
                 return self._recover_eagerly(rest, error, args, kwargs, is_unwritten=is_put_back)
-            self.failures.prove(self.name, self.candidate.impl_id)
-            self.set_first(fn)
+            if is_new:
+                failures.prove(*key, kind)
+                if _is_proven(operator, self.candidate, failures):
+                    self.set_first(fn)
             return result
 
         return insured
+
+
+def _optional(operator: Operator) -> list[str]:
+    """Return the optional tensors with and without which an operator is two of torch's."""
+    return sorted({name for form in operator.forms for name in form.present})
+
+
+def _is_proven(operator: Operator, candidate: Candidate, failures: Failures) -> bool:
+    """Whether a candidate has succeeded with and without each optional tensor."""
+    kinds = itertools.product((False, True), repeat=len(_optional(operator)))
+    return all(failures.is_proven(operator.name, candidate.impl_id, kind) for kind in kinds)
 
 
 def _says_less(later: Exception, error: Exception) -> bool:
@@ -306,12 +326,12 @@ def build(
         body = _GUARD if candidate.supports is None else _GUARD_WITH_PREDICATE
         function, level.set_first = generated(GUARD, name, signature, body, names)
         function.__doc__ = operator.doc if operator else None
-        is_new = bool(candidate.writes) and not failures.is_proven(name, candidate.impl_id)
+        level.set_first(candidate.fn)
         # Of an operator that nobody declared, the written arguments cannot be told.
-        if is_new and not strict and operator is not None and rest is not None:
+        if operator is None or rest is None or strict or not candidate.writes:
+            continue
+        if not _is_proven(operator, candidate, failures):
             level.set_first(level.insured(operator, rest))
-        else:
-            level.set_first(candidate.fn)
     assert function is not None, "a decision without a candidate builds nothing"
     return function
 

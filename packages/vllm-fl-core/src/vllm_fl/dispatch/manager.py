@@ -45,10 +45,10 @@ When one fails
    a policy is set or it is cleared), with one warning. If all raise, nothing is
    set aside.
 5. After an implementation that writes its arguments the next candidate runs only when
-   they can be put back: until its first success, from copies. Afterwards the exception
-   is raised, with a note. ``NotImplementedError`` is such an exception, since torch
-   raises it from the middle of a kernel too; until the first success it sets nothing
-   aside.
+   they can be put back: until its first success, from copies; with and without an
+   optional tensor it succeeds apart. Afterwards the exception is raised, with a note.
+   ``NotImplementedError`` is such an exception, since torch raises it from the middle
+   of a kernel too; until the first success it sets nothing aside.
 6. When nothing is left, the first exception is raised, of its own type, with the
    others as notes. A refusal gives way to a later exception that promises less.
 7. During tracing or graph capture, and with more than one rank, the exceptions of
@@ -173,7 +173,7 @@ class OpManager:
         self._plan: Plan | None = None
         self._frozen_snapshot: OpRegistrySnapshot | None = None
         self._failed: dict[str, dict[str, str]] = {}
-        self._proven: set[tuple[str, str]] = set()
+        self._proven: set[tuple[str, str, tuple[bool, ...]]] = set()
         self._warned: set[str] = set()
         self._bad_answers: set[tuple[str, str]] = set()
         self._checked: tuple[SelectionPolicy, list[str]] | None = None
@@ -493,13 +493,19 @@ class OpManager:
             answer,
         )
 
-    def is_proven(self, op_name: str, impl_id: str) -> bool:
-        """Whether an implementation has succeeded once in this process."""
-        return (op_name, impl_id) in self._proven
+    def is_proven(self, op_name: str, impl_id: str, kind: tuple[bool, ...] = ()) -> bool:
+        """Whether an implementation has succeeded once in this process.
 
-    def prove(self, op_name: str, impl_id: str) -> None:
-        """Note an implementation's first success."""
-        self._proven.add((op_name, impl_id))
+        Args:
+            op_name: the operator.
+            impl_id: the implementation.
+            kind: which of the optional tensors that make two operators of one are given.
+        """
+        return (op_name, impl_id, kind) in self._proven
+
+    def prove(self, op_name: str, impl_id: str, kind: tuple[bool, ...] = ()) -> None:
+        """Note an implementation's first success; see :meth:`is_proven`."""
+        self._proven.add((op_name, impl_id, kind))
 
     # -- freezing -------------------------------------------------------------
 
