@@ -121,7 +121,9 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> OpManager:
 # -- imports that wait for each other ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", [call_op, resolve_op, "freeze", "explain"], ids=["call_op", "resolve_op", "freeze", "explain"])
+@pytest.mark.parametrize(
+    "way", [call_op, resolve_op, "freeze", "explain"], ids=["call_op", "resolve_op", "freeze", "explain"]
+)
 def test_is_available_imports_what_another_thread_is_importing(
     manager: OpManager, shared: Shared, conductor: Any, way: Any
 ) -> None:

@@ -7,12 +7,14 @@ import json
 import os
 import sys
 from contextlib import contextmanager
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch._installed import CORE
 from vllm_fl.dispatch._installed import version_of
+from vllm_fl.dispatch._kept import put_back
 from vllm_fl.dispatch._text import printable
 from vllm_fl.dispatch._text import printable_lines
 
@@ -54,8 +56,11 @@ class Output:
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
         self._stdout = -1
+        self._streams: dict[str, Any] = {}
 
     def __enter__(self) -> Output:
+        _open_what_is_closed()
+        self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
         sys.stdout.flush()
         self._stdout = os.dup(1)
         os.dup2(2, 1)
@@ -67,17 +72,29 @@ class Output:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        sys.stdout.flush()
+        self._put_back()
+        with suppress(OSError):  # it is full, or nobody reads it, which was said
+            sys.stdout.flush()
         os.dup2(self._stdout, 1)
         os.close(self._stdout)
 
+    def _put_back(self) -> None:
+        """Print where this did when it began: a plugin may have closed the streams of Python."""
+        for name, stream in self._streams.items():
+            put_back(name, stream)
+
     @contextmanager
     def _on_stdout(self) -> Iterator[None]:
+        self._put_back()
         sys.stdout.flush()
         os.dup2(self._stdout, 1)
         try:
             yield
             sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise Problem(f"stdout cannot be written: {error.strerror or error}") from None
         finally:
             os.dup2(2, 1)
 
@@ -95,6 +112,7 @@ class Output:
         :func:`~vllm_fl.dispatch._text.printable` before.
         """
         if self.as_json:
+            self._put_back()
             print(printable_lines(text), file=sys.stderr)
             return
         with self._on_stdout():
@@ -102,10 +120,12 @@ class Output:
 
     def note(self, text: str) -> None:
         """Print a line about what happens, on stderr."""
+        self._put_back()
         print(printable(text), file=sys.stderr)
 
     def error(self, text: str) -> None:
         """Print what went wrong, on stderr."""
+        self._put_back()
         print(printable_lines(f"vllm-fl: {text}"), file=sys.stderr)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -117,6 +137,18 @@ class Output:
                 _print_rich(title, columns, cells)
             else:
                 print(plain_table(title, columns, cells))
+
+
+def _open_what_is_closed() -> None:
+    """Give a process that was started without standard files (``>&-``) ones that lead nowhere."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the first number that is free: this one
+        if getattr(sys, name) is None:
+            stream = open(number, mode, errors="backslashreplace", closefd=False)  # noqa: SIM115 - kept
+            setattr(sys, name, stream)
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -28,18 +28,13 @@ def process_kept() -> Iterator[list[str]]:
         A list that is filled at the end with what was changed.
     """
     streams = {name: getattr(sys, name) for name in _STREAMS}
-    usable = {name for name, stream in streams.items() if _is_usable(stream)}
     variables = {name: os.environ.get(name) for name in VARIABLES}
     folder = _current_folder()
     changed: list[str] = []
     try:
         yield changed
     finally:
-        for name, stream in streams.items():
-            is_closed = name in usable and not _is_usable(stream)
-            if is_closed or getattr(sys, name) is not stream:
-                changed.append(f"sys.{name}")
-                setattr(sys, name, _opened(name) if is_closed else stream)
+        changed += [f"sys.{name}" for name, stream in streams.items() if put_back(name, stream)]
         for name, value in variables.items():
             if os.environ.get(name) != value:
                 changed.append(name)
@@ -53,6 +48,19 @@ def process_kept() -> Iterator[list[str]]:
                 os.chdir(folder)
 
 
+def put_back(name: str, stream: Any) -> bool:
+    """Make ``sys.stdout`` or ``sys.stderr`` what it was, and usable; say whether it was changed."""
+    is_closed = stream is not None and _is_closed(stream)
+    if not is_closed and getattr(sys, name) is stream:
+        return False
+    now = getattr(sys, name) if is_closed else stream
+    # The second time it is the new one that was opened the first time.
+    if is_closed and (now is stream or now is None or _is_closed(now)):
+        now = _opened(name)
+    setattr(sys, name, now)
+    return True
+
+
 def _current_folder() -> str | None:
     try:
         return os.getcwd()
@@ -60,11 +68,11 @@ def _current_folder() -> str | None:
         return None
 
 
-def _is_usable(stream: Any) -> bool:
+def _is_closed(stream: Any) -> bool:
     try:
-        return stream is not None and not stream.closed
+        return bool(stream.closed)
     except Exception:  # noqa: BLE001 - an object of the program's own
-        return True
+        return False
 
 
 def _opened(name: str) -> Any:
