@@ -27,7 +27,10 @@ FAULTS = (
     "last block of 16",
     "writes its query",
     "padding kept in block 1",
+    "metadata kept by its shapes",
 )
+
+_KEPT: dict[Any, Any] = {}
 
 
 class PlainBackend(AttentionBackend):
@@ -69,12 +72,15 @@ class PlainBuilder(AttentionMetadataBuilder):
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         common = common_attn_metadata
-        return PlainMetadata(
+        metadata = PlainMetadata(
             common.query_start_loc.tolist(),
             common.seq_lens.tolist(),
             common.block_table_tensor,
             common.num_actual_tokens,
         )
+        if FAULT == "metadata kept by its shapes":
+            metadata = _KEPT.setdefault((self, common.num_reqs, common.num_actual_tokens), metadata)
+        return metadata
 
 
 class PlainImpl(AttentionImpl):

@@ -5,40 +5,10 @@ Every one of them has been seen in a kernel library, or is what a first attempt 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
-from typing import Any
-
 import right
 import torch
+from planted import fault
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A faulty implementation; ``options`` are those of ``OpImpl``."""
-
-    name: str
-    op: str
-    function: Callable[..., Any]
-    options: dict[str, Any]
-
-
-FAULTS: list[Fault] = []
-
-
-def fault(op, **options):
-    """Take the decorated function as a faulty implementation; its name, with spaces, says of what."""
-
-    def note(function):
-        FAULTS.append(Fault(function.__name__.replace("_", " "), op, function, options))
-        return function
-
-    return note
-
 
 BF16 = torch.bfloat16
 

@@ -11,6 +11,8 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import Literal
+from typing import TypeAlias
 
 from vllm_fl.dispatch._installed import CORE
 from vllm_fl.dispatch._installed import version_of
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence
     from types import TracebackType
+
+Colour: TypeAlias = Literal["red", "yellow", "green"]
+_ANSI: dict[Colour, int] = {"red": 31, "yellow": 33, "green": 32}
 
 #: Of the object that ``--json`` prints; schema.json, next to this file, says what is in it.
 SCHEMA_VERSION = 1
@@ -105,8 +110,8 @@ class Output:
             # JSON escapes every control character but DEL.
             print(json.dumps({**head, **values}, indent=2).replace("\x7f", "\\u007f"))
 
-    def text(self, text: str = "") -> None:
-        """Print for people: on stdout, or on stderr with ``--json``.
+    def text(self, text: str = "", *, colour: Colour | None = None) -> None:
+        """Print for people: on stdout, or on stderr with ``--json``; in colour on a terminal.
 
         Line breaks are those of the caller: what may hold one of somebody else's goes through
         :func:`~vllm_fl.dispatch._text.printable` before.
@@ -116,7 +121,10 @@ class Output:
             print(printable_lines(text), file=sys.stderr)
             return
         with self._on_stdout():
-            print(printable_lines(text))
+            text = printable_lines(text)
+            if colour is not None and sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
+                text = f"\x1b[{_ANSI[colour]}m{text}\x1b[0m"
+            print(text)
 
     def note(self, text: str) -> None:
         """Print a line about what happens, on stderr."""

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 #: An operator's arguments by name, in the contract's order; what is left out has its default.
 Arguments: TypeAlias = dict[str, Any]
 
+#: In which order they are tried where one is enough; see ``Suite.rows``.
+ROWS_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+#: One more than 16 bits count, and than a grid's second axis holds on CUDA.
+MANY = 2**16 + 1
+
 
 class Tier(IntEnum):
     """How much is run: a tier holds those before it."""
@@ -85,7 +91,8 @@ class Suite:
         cases: returns every case, of all tiers.
         rows: returns a few cases of so many rows, one for each form of the operator:
             what is traced with one number of rows is run with others. ``rows`` cases
-            of different numbers differ in that alone.
+            of different numbers differ in that alone. Of several dtypes the first is run
+            of which the implementation takes any.
         row_arguments: the arguments whose first dimension is the rows.
     """
 

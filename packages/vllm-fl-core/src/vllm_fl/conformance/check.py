@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from vllm_fl.conformance.case import Tier
+from vllm_fl.conformance.judge import RIGHT
 from vllm_fl.conformance.judge import Verdict
 from vllm_fl.conformance.judge import vacuity
 from vllm_fl.conformance.judge import wrong
+from vllm_fl.conformance.process import SideEffectError
 from vllm_fl.conformance.result import Result
 from vllm_fl.conformance.result import Status
 from vllm_fl.conformance.tensors import moved
 from vllm_fl.conformance.tensors import named
+from vllm_fl.conformance.tensors import other_values
+from vllm_fl.conformance.tensors import overwrite
 from vllm_fl.conformance.tensors import packed
 from vllm_fl.conformance.tensors import same_bytes
 from vllm_fl.conformance.tensors import shares_memory
@@ -63,6 +69,20 @@ class Call:
         """Return the results on the CPU."""
         return tuple(part.cpu() if isinstance(part, Tensor) else part for part in self.results)
 
+    def kept(self) -> Call:
+        """Return a copy whose results nothing writes any more."""
+        copies = (part.detach().clone() if isinstance(part, Tensor) else part for part in self.results)
+        return replace(self, results=tuple(copies))
+
+    def new(self) -> list[tuple[int, Tensor]]:
+        """Return the results that are memory of their own, by their places."""
+        given = tensors_of(self.arguments.values())
+        return [
+            (place, part)
+            for place, part in enumerate(self.results)
+            if isinstance(part, Tensor) and not any(shares_memory(part, one) for one in given)
+        ]
+
 
 def check(case: Case, dispatched: Dispatched, device: torch.device, *, loosen: float = 1.0) -> Result:
     """Run a case and judge it.
@@ -86,6 +106,8 @@ def check(case: Case, dispatched: Dispatched, device: torch.device, *, loosen: f
                 outcome = _failed(f"a fault of this case, not of the implementation: {blind}")
             else:
                 outcome = _examined(case, made, expected, dispatched, device, loosen)
+        except SideEffectError as error:
+            outcome = _failed(str(error))
         except Exception as error:
             if is_fatal(error):
                 raise
@@ -156,7 +178,17 @@ def _examined(
     verdict = expected.judge(first.on_cpu())
     if verdict.ratio > loosen:
         return _Outcome(Status.FAILED, verdict)
+    kept = first.kept()
+    if case.tier < Tier.STRESS:
+        found = _with_other_values(case, expected, dispatched, first, kept)
+        if found.ratio > loosen:
+            return _Outcome(Status.FAILED, found)
+        verdict += found
     second = call(case, made, dispatched.call_directly, device)
+    problem = _reused(first, kept, second)
+    if problem:
+        return _failed(problem)
+    first = kept
     is_deterministic = _agree(first, second)
     if not is_deterministic:
         # Either it differs from run to run, or the dispatch changes what it computes.
@@ -176,6 +208,50 @@ def _examined(
     status = Status.PASSED if verdict.ratio <= loosen else Status.FAILED
     return _Outcome(status, verdict, is_deterministic)
 
+
+def _with_other_values(
+    case: Case, expected: Expected, dispatched: Dispatched, first: Call, kept: Call
+) -> Verdict:
+    """Judge a call of the very tensors of the first one, which hold other values by now.
+
+    What an implementation keeps by a shape, an address, an object or its version counter is
+    stale then, be it a weight, a table or a result.
+    """
+    with other_values():
+        values = case.make()
+    overwrite(first.arguments, values)
+    with torch.inference_mode():
+        returned = dispatched.call_directly(first.arguments)
+    again = Call(first.arguments, returned, case.results(returned, first.arguments))
+    problem = contract_problem(case, values, again, dispatched.writes) or _reused(first, kept, again)
+    if problem:
+        return wrong(f"called again with other values: {problem}")
+    if case.elements > _WORTH_JUDGING:
+        return RIGHT
+    verdict = case.expect(values).judge(again.on_cpu())
+    if verdict.is_right:
+        return verdict
+    stale = ""
+    if _agree(kept, again) or expected.judge(again.on_cpu()).is_right:
+        stale = "it returns the first call's results: "
+    note = (
+        f"right for one set of values, and wrong for a second one in the same tensors: {stale}{verdict.note}"
+    )
+    return replace(verdict, note=note)
+
+
+def _reused(first: Call, kept: Call, later: Call) -> str:
+    """Say what a later call did to what an earlier one returned; ``""`` where nothing."""
+    for place, part in first.new():
+        if any(shares_memory(part, other) for _, other in later.new()):
+            return f"result {place} is memory that an earlier call returned: it must be new each time"
+        if not same_bytes(part, kept.results[place]):
+            return f"result {place} of an earlier call was changed by a later one"
+    return ""
+
+
+#: A larger case's second set of values is not compared with float64; there are smaller ones.
+_WORTH_JUDGING = 2**20
 
 #: Calls of each kind before two results that differ are held to differ always.
 _PATIENCE = 8
@@ -229,6 +305,8 @@ def _new_problem(returned: tuple[Any, ...], arguments: Arguments, donated: set[s
             continue
         if not isinstance(part, Tensor):
             return f"result {place} is a {type(part).__name__}, not a tensor"
+        if part.requires_grad:
+            return f"result {place} requires a gradient: autograd recorded how it was computed"
         if given and part.device != given[0].device:
             return f"result {place} is on {part.device}, not on {given[0].device}"
         if not part.is_contiguous():

@@ -3,8 +3,9 @@
 vLLM traces a layer once, with the number of tokens unknown, and drops the guards:
 one graph serves every number. So what is said to be traceable is traced whole with
 many rows and run with other numbers, guards evaluated; a second graph is a choice
-by rows, of which vLLM would take one branch for all. What is not traceable is
-traced in the form in which vLLM calls it then, a torch operator around it.
+by rows, of which vLLM would take one branch for all, and so is a predicate that takes
+some numbers and refuses others. What is not traceable is traced in the form in which
+vLLM calls it then, a torch operator around it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vllm_fl.conformance.case import MANY
 from vllm_fl.conformance.check import Call
 from vllm_fl.conformance.check import contract_problem
 from vllm_fl.conformance.judge import RIGHT
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
     from vllm_fl.conformance.judge import Verdict
 
 #: First the number that is traced, then fewer, fewer than there are experts, and more.
-_ROWS = (83, 7, 2, 201)
+#: A predicate is asked about the others too; what refuses some is run with what it takes.
+_ROWS = (83, 7, 2, 201, 1, 16, 64, 256, 1024, 8192, MANY)
+_TRACED = 4
 _CAPTURED_ROWS = 33
 #: What vLLM's AOT compilation does with a graph but for generating code.
 _BACKEND = "aot_eager"
@@ -54,48 +58,81 @@ CAPTURED = "captured in a CUDA graph"
 def trace(suite: Suite, dispatched: Dispatched, device: torch.device, loosen: float = 1.0) -> Result:
     """Trace every form of an operator with one number of rows and run it with others."""
     name = TRACED if dispatched.impl.traceable else OPAQUE
-    forms = zip(*(suite.rows(rows) for rows in _ROWS), strict=True)
-    return _each(name, list(forms), functools.partial(_traced, suite), dispatched, device, loosen)
+    judge = functools.partial(_traced, suite)
+    return _each(name, suite, _ROWS, _TRACED, judge, dispatched, device, loosen)
 
 
 def capture(suite: Suite, dispatched: Dispatched, device: torch.device, loosen: float = 1.0) -> Result:
     """Capture every form of an operator in a CUDA graph and replay it on other values."""
-    forms = [(case,) for case in suite.rows(_CAPTURED_ROWS)]
-    return _each(CAPTURED, forms, _captured, dispatched, device, loosen)
+    return _each(CAPTURED, suite, (_CAPTURED_ROWS, *_ROWS), 1, _captured, dispatched, device, loosen)
 
 
 def _each(
     name: str,
-    forms: Sequence[tuple[Case, ...]],
-    judge: Callable[[tuple[Case, ...], Dispatched, torch.device], Verdict],
+    suite: Suite,
+    rows: Sequence[int],
+    needed: int,
+    judge: Callable[[Sequence[Case], Dispatched, torch.device], Verdict],
     dispatched: Dispatched,
     device: torch.device,
     loosen: float,
 ) -> Result:
-    """Judge every form that the implementation takes."""
+    """Judge every form that the implementation takes, of the first dtype of which it takes any."""
     started = time.perf_counter()
-    whole, ran = RIGHT, 0
-    for cases in forms:
+    whole, ran, why = RIGHT, None, ""
+    for cases in zip(*(suite.rows(number) for number in rows), strict=True):
+        if ran not in (None, cases[0].dtype):
+            continue
         try:
-            if any(dispatched.refusal(moved(case.make(), device)) is not True for case in cases):
+            taken, refusal = _taken(dict(zip(rows, cases, strict=True)), needed, dispatched, device)
+            why = why or refusal
+            if not taken:
                 continue
-            ran += 1
-            whole += judge(cases, dispatched, device)
+            ran = cases[0].dtype
+            if refusal and dispatched.impl.traceable:
+                whole += wrong(
+                    f"supports takes {taken[0].name} and not every number of rows ({refusal}): what is "
+                    "traced once serves them all, so that it must not look at their number"
+                )
+            else:
+                whole += judge(taken, dispatched, device)
         except Exception as error:
             if is_fatal(error):
                 raise
+            ran = cases[0].dtype
             whole += wrong(f"{cases[0].name}: {_brief(error)}")
-    status = Status.NOT_RUN if not ran else Status.PASSED if whole.ratio <= loosen else Status.FAILED
+    status = Status.NOT_RUN if ran is None else Status.PASSED if whole.ratio <= loosen else Status.FAILED
     return Result(
         dispatched.impl.impl_id,
         dispatched.operator.name,
         name,
         status,
-        ratio=whole.ratio if ran else None,
-        note=whole.note if ran else "it refuses these arguments",
+        ratio=None if ran is None else whole.ratio,
+        note=f"it refuses all of these arguments: {why}" if ran is None else whole.note,
         seconds=time.perf_counter() - started,
         is_case=False,
     )
+
+
+def _taken(
+    cases: dict[int, Case], needed: int, dispatched: Dispatched, device: torch.device
+) -> tuple[list[Case], str]:
+    """Return the first cases that ``supports`` takes, and why it refuses one; ``""`` where it refuses none.
+
+    Every number of rows is asked about where code is traced once for all of them. One row is
+    not run: torch's compiler makes a graph of its own for it.
+    """
+    taken: list[Case] = []
+    refusal = ""
+    for rows, case in cases.items():
+        if len(taken) == needed and (dispatched.predicate is None or not dispatched.impl.traceable):
+            break
+        answer = dispatched.refusal(moved(case.make(), device))
+        if answer is True:
+            taken += [case] if rows > 1 and len(taken) < needed else []
+        else:
+            refusal = refusal or f"{case.name}: {answer}"
+    return taken, refusal
 
 
 def _brief(error: BaseException) -> str:
@@ -103,7 +140,7 @@ def _brief(error: BaseException) -> str:
     return " ".join(lines[:3])[:400]
 
 
-def _traced(suite: Suite, cases: tuple[Case, ...], dispatched: Dispatched, device: torch.device) -> Verdict:
+def _traced(suite: Suite, cases: Sequence[Case], dispatched: Dispatched, device: torch.device) -> Verdict:
     """Judge one form of an operator in a graph."""
     torch._dynamo.reset()
     graphs = 0
@@ -186,7 +223,7 @@ def _caller(function: Callable[..., Any], dispatched: Dispatched, names: list[st
     return call
 
 
-def _captured(cases: tuple[Case, ...], dispatched: Dispatched, device: torch.device) -> Verdict:
+def _captured(cases: Sequence[Case], dispatched: Dispatched, device: torch.device) -> Verdict:
     """Judge one form in a graph that was captured with other values."""
     (case,) = cases
     made = case.make()

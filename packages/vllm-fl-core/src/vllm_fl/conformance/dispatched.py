@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from vllm_fl.conformance.process import left_alone
+from vllm_fl.conformance.tensors import tensors_of
 from vllm_fl.conformance.tensors import threads
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
@@ -112,12 +114,14 @@ class Dispatched:
 
         Raises:
             AnotherRanError: something else ran, or nothing, or it ran twice.
+            SideEffectError: it changed the process's settings.
             NotImplementedError: "not for these inputs".
             Exception: what the implementation raises.
         """
         args, kwargs = self.bound(arguments)
         self.ran.clear()
-        with policy_context(self.policy), threads(self._threads):
+        device = next((x.device for x in tensors_of(arguments.values())), torch.device("cpu"))
+        with policy_context(self.policy), threads(self._threads), left_alone(device):
             result = self._counting.call(self.operator.name, *args, **kwargs)
         if self.ran != [self.impl.impl_id]:
             raise AnotherRanError(

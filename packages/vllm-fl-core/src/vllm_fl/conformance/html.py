@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #667085; --line: #d5d9e0; --paper: #ffffff;
-  --good: #1a7f4b; --bad: #c4321e; --dot: #2f6fb7; --band: #f2f4f7; }
+  --good: #1a7f4b; --but: #a15c00; --bad: #c4321e; --dot: #2f6fb7; --band: #f2f4f7; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #98a2b3; --line: #3a4252;
-  --paper: #14181f; --good: #4cc38a; --bad: #ff7a66; --dot: #6ea8e5; --band: #1c222c; } }
+  --paper: #14181f; --good: #4cc38a; --but: #e3a94f; --bad: #ff7a66; --dot: #6ea8e5; --band: #1c222c; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   max-width: 68rem; margin: 2rem auto; padding: 0 1.25rem; }
 h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
@@ -32,7 +32,8 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th, td { text-align: left; padding: .3rem .7rem .3rem 0; border-bottom: 1px solid var(--line);
   vertical-align: top; }
 th { color: var(--soft); font-weight: 600; } td.n, th.n { text-align: right; }
-.verdict { font-size: 1.1rem; font-weight: 600; } .good { color: var(--good); } .bad { color: var(--bad); }
+.verdict { font-size: 1.1rem; font-weight: 600; } .good { color: var(--good); }
+.but { color: var(--but); } .bad { color: var(--bad); }
 .soft { color: var(--soft); } svg { display: block; width: 100%; height: auto; margin: .4rem 0 1rem; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--soft); } code { font-size: .92em; }
 details { margin: .4rem 0; } summary { cursor: pointer; }
@@ -42,6 +43,8 @@ details { margin: .4rem 0; } summary { cursor: pointer; }
 # The plot's horizontal axis: the error in tolerances, from 10**_LEAST to 10**_MOST.
 _LEAST, _MOST = -4, 2
 _LEFT, _WIDTH, _ROW = 90, 860, 30
+
+_CLASSES = {"FAILED": "bad", "passed with exceptions": "but", "passed": "good"}
 
 
 def escape(text: str) -> str:
@@ -58,16 +61,15 @@ def page(report: Report) -> str:
     """Return the report as one HTML document."""
     title = f"Conformance of {report.backend}"
     failed = report.failures
-    count = report.count()
-    counts = ", ".join(f"{count[status]} {status}" for status in Status if count[status])
-    verdict = f"Failed: {len(failed)}" if failed else "Passed"
+    verdict = f"Failed: {len(failed)}" if failed else report.verdict.capitalize()
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<style>{_STYLE}</style></head><body>",
         f"<h1>{escape(title)}</h1>",
-        f'<p class="verdict {"bad" if failed else "good"}">{verdict}</p><p class="soft">{escape(counts)}</p>',
+        f'<p class="verdict {_CLASSES[report.verdict]}">{verdict}</p>',
+        f'<p class="soft">{escape(report.counts())}</p>',
         _table(("", ""), [*report.environment.items(), *((k, v) for k, v in report.settings.items() if v)]),
         "<p>Every operator ran through the dispatch and was compared with float64 on the CPU, computed from "
         "the same inputs. Errors are in tolerances: what is right of 1 is wrong. Every case was also shown "
@@ -106,9 +108,10 @@ def _summary(report: Report) -> str:
         if not cases:
             continue
         counts = Counter(result.status for result in cases)
-        error = worst(cases)
-        rows.append((op, impl_id, *(counts[status] or "" for status in Status), _number(error)))
-    return _table(("operator", "implementation", *map(str, Status), "worst error"), rows)
+        loosened = sum(result.is_loosened for result in cases)
+        ends = [counts[status] or "" for status in Status]
+        rows.append((op, impl_id, loosened or "", *ends, _number(worst(cases))))
+    return _table(("operator", "implementation", "loosened", *map(str, Status), "worst error"), rows)
 
 
 def _number(ratio: float | None) -> str:
@@ -156,7 +159,7 @@ def plot(by_dtype: dict[str, list[Result]]) -> str:
             ratio = result.ratio or 0.0
             # Dots of one error would hide each other.
             y = middle + (number % 5 - 2) * 4
-            colour = "bad" if result.is_failure else "dot"
+            colour = "bad" if result.is_failure else "but" if result.is_loosened else "dot"
             title = f"{result.name}: {_number(result.ratio)}"
             parts.append(
                 f'<circle cx="{_place(ratio):.1f}" cy="{y:.1f}" r="3" fill="var(--{colour})" '
@@ -189,7 +192,13 @@ def _every_case(report: Report) -> list[str]:
     parts = []
     for (op, impl_id), results in report.by_operator().items():
         rows = [
-            (r.name, r.status, _number(r.ratio), _number(r.largest), r.exception or r.note)
+            (
+                r.name,
+                "loosened" if r.is_loosened else r.status,
+                _number(r.ratio),
+                _number(r.largest),
+                r.exception or r.note,
+            )
             for r in results
             if r.is_case
         ]

@@ -48,6 +48,7 @@ _STEPS: tuple[dict[str, int], ...] = (
     {"a": 1, "c": 1, "b": 130, "d": 3},  # decodes, a chunk of a running request, and a new one
     {"a": 1, "b": 30, "c": 2, "d": 100},  # chunks
     {"a": 1, "b": 1, "c": 1, "d": 1},
+    {"d": 1, "b": 1, "c": 1, "a": 1},  # the same shapes, and other requests in them
 )
 _GARBAGE = 3e4
 _LAYER = "model.layers.0.self_attn.attn"

@@ -61,9 +61,14 @@ class Result:
         """Whether it makes the whole fail."""
         return self.status is Status.FAILED
 
+    @property
+    def is_loosened(self) -> bool:
+        """Whether it passed only because the exceptions file loosens its tolerances."""
+        return self.status is Status.PASSED and bool(self.exception)
+
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON; an infinite ratio is the string ``"inf"``."""
-        values = asdict(self)
+        values = asdict(self) | {"is_loosened": self.is_loosened}
         for name in ("ratio", "largest"):
             if values[name] is not None and not math.isfinite(values[name]):
                 values[name] = str(values[name])

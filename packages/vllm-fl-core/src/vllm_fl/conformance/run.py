@@ -265,9 +265,11 @@ def _steps(
 
     def also(name: str, run: Callable[[Suite, Dispatched, torch.device, float], Result]) -> Step:
         skipped = Result(impl.impl_id, op, name, Status.SKIPPED, is_case=False)
-        return Step(
-            op, name, lambda: _excepted(whole, skipped, lambda loosen: run(suite, dispatched, device, loosen))
-        )
+
+        def judged(loosen: float) -> Result:
+            return must_run(run(suite, dispatched, device, loosen), accepted)
+
+        return Step(op, name, lambda: _excepted(whole, skipped, judged))
 
     steps = [
         Step(op, case.name, functools.partial(judged, case))
@@ -313,6 +315,15 @@ def accepts_something(dispatched: Dispatched, statuses: list[Status]) -> Result:
         return Result(impl, op, "accepts something", status, is_case=False)
     note = f"it refuses every one of {len(refused)} cases, so that nothing of it was judged"
     return Result(impl, op, "accepts something", Status.FAILED, note=note, is_case=False)
+
+
+def must_run(result: Result, statuses: list[Status]) -> Result:
+    """Fail a check that the implementation left nothing to, although it takes arguments elsewhere."""
+    takes_others = {Status.PASSED, Status.FAILED}.intersection(statuses)
+    if result.status is not Status.NOT_RUN or not takes_others:
+        return result
+    note = "not run, although it takes other arguments; widen supports, or skip this with a reason"
+    return replace(result, status=Status.FAILED, note=f"{note}: {result.note}")
 
 
 def conform(name: str, options: Options) -> Iterator[Result]:

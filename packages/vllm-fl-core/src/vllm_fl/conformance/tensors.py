@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WORTH_THREADS = 2**18
 
+#: Which of many sets of values is made; 0 but inside :func:`other_values`.
+_variation = 0
+
 
 def named(dtype: torch.dtype) -> str:
     """Return a dtype's name without ``torch.``."""
@@ -34,9 +37,30 @@ def random(
     *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0, mean: float = 0.0
 ) -> Tensor:
     """Return normally distributed values, always the same for one shape and seed."""
-    generator = torch.Generator().manual_seed(1000 * seed + sum(shape))
+    generator = seeded(1000 * seed + sum(shape))
     values = torch.randn(shape, generator=generator, dtype=torch.float32)
     return (values * scale + mean).to(dtype)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """Return a generator of the values that a case makes from ``seed``."""
+    return torch.Generator().manual_seed(seed + 7_919_000 * _variation)
+
+
+def variation() -> int:
+    """Return which set of values is made: for what is computed and not drawn."""
+    return _variation
+
+
+@contextmanager
+def other_values() -> Iterator[None]:
+    """Let a case make a second set of arguments: the same shapes and layouts, other values."""
+    global _variation
+    _variation += 1
+    try:
+        yield
+    finally:
+        _variation -= 1
 
 
 @contextmanager
@@ -157,6 +181,24 @@ def packed(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value.contiguous() if isinstance(value, Tensor) else value for name, value in arguments.items()
     }
+
+
+def overwrite(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Put other values into the memory of the arguments, as an optimizer or a reload does.
+
+    Neither an object, nor an address, nor a version counter tells that they have changed:
+    so it is with ``parameter.data.copy_``, and with memory that was freed and is given out
+    again.
+
+    Args:
+        arguments: made by :func:`moved`, of the same layouts as ``values``.
+        values: what is put there.
+    """
+    done: set[int] = set()
+    for name, value in arguments.items():
+        if isinstance(value, Tensor) and _storage_id(value) not in done:
+            done.add(_storage_id(value))
+            _whole(value).copy_(_whole(values[name]))
 
 
 def written(before: Mapping[str, Any], after: Mapping[str, Any], allowed: Iterable[str]) -> list[str]:

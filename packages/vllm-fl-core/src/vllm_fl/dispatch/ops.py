@@ -15,7 +15,8 @@ of its own in the same way and gives it to the registry::
 Rules for every implementation: accumulate in float32 or wider and round once to
 the output's dtype; take any leading shape and any stride unless the contract
 says otherwise; return tensors that are contiguous and none of the arguments,
-unless the contract says that an argument is written. ``T[...]`` is a tensor and
+unless the contract says that an argument is written; keep no value of an argument
+and no result for a later call; leave the process's settings alone. ``T[...]`` is a tensor and
 its shape, ``!`` an argument that may be written.
 
 This is the only module of the core that knows an operator's name.
@@ -357,7 +358,8 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         """Run every token through its experts and add their weighted results.
 
         For each of a token's experts ``e``: ``w2[e] @ act(w1[e] @ x)``, where act
-        is the gated activation of the first and second half.
+        is the gated activation of the first and second half. What act gives and each
+        expert's result may be rounded to hidden_states' dtype in between.
 
         Args:
             hidden_states: T[n, h], floating.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from vllm_fl.conformance import truth
+from vllm_fl.conformance.case import MANY
+from vllm_fl.conformance.case import ROWS_DTYPES
 from vllm_fl.conformance.case import Case
 from vllm_fl.conformance.case import Suite
 from vllm_fl.conformance.case import Tier
@@ -163,9 +165,12 @@ def _align_cases() -> Iterator[Case]:
     yield _align("one expert takes all", 111, 1, 64, 64, Tier.SMOKE, one=True)
     yield _align("222x2 of 8, blocks of 64", 222, 2, 8, 64, Tier.SMOKE, ids=torch.int64)
 
+    yield _align(f"{MANY}x2 of 8, blocks of 64", MANY, 2, 8, 64)
+
 
 def _align_rows(rows: int) -> Iterator[Case]:
-    yield _align(f"{rows}x2 of 8", rows, 2, 8, 16)
+    for ids in (torch.int32, torch.int64):
+        yield _align(f"{rows}x2 of 8", rows, 2, 8, 16, ids=ids)
 
 
 # -- moe_sum ---------------------------------------------------------------------------
@@ -188,7 +193,9 @@ def _sum(
 
     def expect(given: Arguments) -> Expected:
         exact = wide(given["inp"]).sum(1)
-        return Expected((exact.to(dtype),), lambda outs: compare(outs[0], exact, dtype, BASE[dtype]))
+        return Expected(
+            (exact.to(dtype),), lambda outs: compare(outs[0], exact, dtype, BASE[dtype], once=(exact,))
+        )
 
     return Case(
         "moe_sum",
@@ -219,11 +226,13 @@ def _sum_cases() -> Iterator[Case]:
         for name, layout in LAYOUTS.items():
             yield _sum(name, dtype, (33, 4, 64), Tier.SMOKE, layout=layout)
         yield _sum("out in wider rows", dtype, (33, 4, 64), Tier.SMOKE, out_layout=wider)
-    yield _sum("", torch.bfloat16, (1024, 8, 512))
+    for shape in ((1024, 8, 512), (MANY, 2, 8), (3, 8, 16384), (33, 16, 64)):
+        yield _sum("", torch.bfloat16, shape)
 
 
 def _sum_rows(rows: int) -> Iterator[Case]:
-    yield _sum(f"{rows} tokens", torch.bfloat16, (rows, 4, 64))
+    for dtype in ROWS_DTYPES:
+        yield _sum(f"{rows} tokens", dtype, (rows, 4, 64))
 
 
 # -- fused_experts ---------------------------------------------------------------------
@@ -316,12 +325,16 @@ def _fused_cases() -> Iterator[Case]:
         yield _fused(
             "one expert takes all", dtype, (33, 64, 32, 8, 1), Tier.SMOKE, change_ids=torch.ones_like
         )
+    yield _fused("33 tokens, 64x32, 8 of 256", torch.bfloat16, (33, 64, 32, 256, 8))
+    yield _fused("3 tokens, 16384x64, 2 of 4", torch.bfloat16, (3, 16384, 64, 4, 2))
+    yield _fused(f"{MANY} tokens, 32x32, 2 of 4", torch.bfloat16, (MANY, 32, 32, 4, 2))
     yield _fused("222 tokens, 1024x512, 6 of 64", torch.bfloat16, (222, 1024, 512, 64, 6))
     yield _fused("1024 tokens, 1024x1024, 2 of 8", torch.bfloat16, (1024, 1024, 1024, 8, 2))
 
 
 def _fused_rows(rows: int) -> Iterator[Case]:
-    yield _fused(f"{rows} tokens", torch.bfloat16, (rows, 64, 32, 8, 2))
+    for dtype in ROWS_DTYPES:
+        yield _fused(f"{rows} tokens", dtype, (rows, 64, 32, 8, 2))
 
 
 SUITES = (

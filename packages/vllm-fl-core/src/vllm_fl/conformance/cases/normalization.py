@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_fl.conformance import truth
+from vllm_fl.conformance.case import MANY
+from vllm_fl.conformance.case import ROWS_DTYPES
 from vllm_fl.conformance.case import Case
 from vllm_fl.conformance.case import Suite
 from vllm_fl.conformance.case import Tier
@@ -17,6 +20,7 @@ from vllm_fl.conformance.case import stretched
 from vllm_fl.conformance.judge import REDUCTION
 from vllm_fl.conformance.judge import Expected
 from vllm_fl.conformance.judge import compare
+from vllm_fl.conformance.judge import wide
 from vllm_fl.conformance.tensors import FLOATS
 from vllm_fl.conformance.tensors import LAYOUTS
 from vllm_fl.conformance.tensors import contiguous
@@ -69,16 +73,23 @@ def _case(
         return {"x": x, "residual": residual, "weight": gain, "epsilon": epsilon}
 
     def expect(given: Arguments) -> Expected:
-        normed, total = truth.rms_norm(given["x"], given["residual"], given["weight"], epsilon)
+        gain = given["weight"]
+        normed, total = truth.rms_norm(given["x"], given["residual"], gain, epsilon)
+        once = [normed]
+        if gain is not None:
+            # The contract rounds to the weight's dtype before it multiplies.
+            before, _ = truth.rms_norm(given["x"], given["residual"], None, epsilon)
+            once.append(before.to(gain.dtype).double() * wide(gain))
+        compared = functools.partial(
+            compare, truth=normed, dtype=dtype, tolerance=REDUCTION[dtype], once=once
+        )
         if not add:
-            return Expected(
-                (normed.to(dtype),), lambda outs: compare(outs[0], normed, dtype, REDUCTION[dtype])
-            )
+            return Expected((normed.to(dtype),), lambda outs: compared(outs[0]))
 
         def judge(outs: tuple[Tensor | None, ...]) -> Verdict:
             # The sum is exact in float64, so that one rounding is all that it may be off.
             half_unit = (1e-12, torch.finfo(dtype).eps / 2 * 1.01)
-            return compare(outs[0], normed, dtype, REDUCTION[dtype], what="normed") + compare(
+            return compared(outs[0], what="normed") + compare(
                 outs[1], total, dtype, half_unit, what="x + residual"
             )
 
@@ -116,6 +127,7 @@ def _cases() -> Iterator[Case]:
             yield _case(dtype, (7, 64), "no weight", weight=False, add=add, tier=Tier.SMOKE)
             # So small that epsilon is what the row is divided by.
             yield _case(dtype, (7, 64), "epsilon rules", scale=1e-3, epsilon=1e-5, add=add, tier=Tier.SMOKE)
+            yield _case(dtype, (7, 64), "a tiny epsilon rules", scale=1e-4, epsilon=1e-7, add=add)
             yield _case(dtype, (7, 64), "a row of zeros", special=_zero_row, add=add, tier=Tier.SMOKE)
             yield _case(dtype, (7, 64), "a row with NaN", special=_nan_row, add=add, tier=Tier.SMOKE)
             # The square overflows float16.
@@ -135,6 +147,12 @@ def _cases() -> Iterator[Case]:
         )
         yield _case(torch.float16, (7, 768), "weight of float32", weight=torch.float32, add=add)
         yield _case(torch.bfloat16, (4096, 1024), add=add)
+        yield _case(torch.bfloat16, (MANY, 8), add=add)
+        for hidden in (16384, 28672):
+            yield _case(torch.bfloat16, (3, hidden), add=add)
+        for heads in (64, 128):
+            yield _case(torch.bfloat16, (3, heads, 64), f"{heads} heads", add=add)
+        yield _case(torch.bfloat16, (513, 128, 8), "more heads than 16 bits count", add=add)
         yield _case(torch.float64, (7, 64), add=add)
     yield stretched(
         _case(torch.bfloat16, (8, 8192)), label(torch.bfloat16, "alone over 2**31 elements"), 2**15 + 1
@@ -142,8 +160,9 @@ def _cases() -> Iterator[Case]:
 
 
 def _rows(rows: int) -> Iterator[Case]:
-    for add in (False, True):
-        yield _case(torch.bfloat16, (rows, 96), add=add)
+    for dtype in ROWS_DTYPES:
+        for add in (False, True):
+            yield _case(dtype, (rows, 96), add=add)
 
 
 SUITES = (Suite("rms_norm", _cases, _rows, ("x", "residual")),)

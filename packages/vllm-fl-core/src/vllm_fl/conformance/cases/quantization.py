@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_fl.conformance.case import MANY
+from vllm_fl.conformance.case import ROWS_DTYPES
 from vllm_fl.conformance.case import Case
 from vllm_fl.conformance.case import Suite
 from vllm_fl.conformance.case import Tier
@@ -199,14 +201,16 @@ def _cases(op: str) -> Iterator[Case]:
             yield _case(op, dtype, (19, 64), name, Tier.SMOKE, layout=layout, same_bytes=True)
         for name, layout in OTHER_LAYOUTS.items():
             yield _case(op, dtype, (19, 64), name, Tier.SMOKE, layout=layout)
-    yield _case(op, torch.bfloat16, (4096, 1024))
+    for shape in ((4096, 1024), (MANY, 16), (3, 16384), (2, 28672)):
+        yield _case(op, torch.bfloat16, shape)
     yield stretched(
         _case(op, torch.bfloat16, (8, 8192)), label(torch.bfloat16, "over 2**31 elements"), 2**15 + 1
     )
 
 
 def _rows(op: str, rows: int) -> Iterator[Case]:
-    yield _case(op, torch.bfloat16, (rows, 128))
+    for dtype in ROWS_DTYPES:
+        yield _case(op, dtype, (rows, 128))
 
 
 SUITES = tuple(

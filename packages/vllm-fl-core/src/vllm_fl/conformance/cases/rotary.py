@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from vllm_fl.conformance import truth
+from vllm_fl.conformance.case import MANY
+from vllm_fl.conformance.case import ROWS_DTYPES
 from vllm_fl.conformance.case import Case
 from vllm_fl.conformance.case import Suite
 from vllm_fl.conformance.case import Tier
@@ -21,6 +24,8 @@ from vllm_fl.conformance.judge import wrong
 from vllm_fl.conformance.tensors import FLOATS
 from vllm_fl.conformance.tensors import random
 from vllm_fl.conformance.tensors import same_bytes
+from vllm_fl.conformance.tensors import seeded
+from vllm_fl.conformance.tensors import variation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,20 +88,23 @@ def _query_and_key(form: _Form, dtype: torch.dtype) -> tuple[Tensor, Tensor | No
 def _positions(form: _Form) -> Tensor | None:
     if form.positions is None:
         return None
-    generator = torch.Generator().manual_seed(form.tokens)
-    positions = torch.randint(0, form.rows, (form.tokens,), generator=generator)
+    positions = torch.randint(0, form.rows, (form.tokens,), generator=seeded(form.tokens))
     if form.order == "same":
-        positions[:] = 3
+        positions[:] = 3 + variation()
     elif form.order == "zero":
         positions[:] = 0
     else:
-        positions[: min(1, form.tokens)] = form.rows - 1
+        # The last place of all first, and the first one last.
+        positions[:1] = form.rows - 1
+        positions[1:][-1:] = 0
     return positions.to(form.positions)
 
 
 def _tables(form: _Form, dtype: torch.dtype) -> Tensor:
     rows = form.tokens if form.positions is None else form.rows
-    frequencies = 10000.0 ** (-torch.arange(form.rot // 2) * 2 / form.rot)
+    # A model with another base, where other values are made.
+    base = 10000.0 * (1 + variation())
+    frequencies = base ** (-torch.arange(form.rot // 2) * 2 / form.rot)
     angles = torch.outer(torch.arange(float(rows)), frequencies)
     return torch.cat([angles.cos(), angles.sin()], -1).to(form.table or dtype)
 
@@ -138,7 +146,13 @@ def _case(what: str, dtype: torch.dtype, tier: Tier = Tier.FULL, **options: Any)
                 if was is None or exact is None:
                     verdict += RIGHT if out is None else wrong(f"{name}: a result for None")
                     continue
-                verdict += compare(out, exact, dtype, ROTATION[dtype], what=name)
+                compared = functools.partial(compare, dtype=dtype, tolerance=ROTATION[dtype], what=name)
+                whole = compared(out, exact, leans=False)
+                if out is not None and whole.is_right:
+                    # How it rounds shows in what is rotated alone; the tail passes through.
+                    rotated = exact[..., : form.rot]
+                    whole += compared(out[..., : form.rot], rotated, once=(rotated,))
+                verdict += whole
                 tail = slice(form.rot, None)
                 if out is not None and verdict.is_right and not same_bytes(out[..., tail], was[..., tail]):
                     verdict += wrong(f"{name}: what lies beyond the {form.rot} rotated elements was changed")
@@ -154,7 +168,7 @@ def _case(what: str, dtype: torch.dtype, tier: Tier = Tier.FULL, **options: Any)
         dtype,
         make,
         expect,
-        form.tokens * (query_heads + (key_heads or 0)) * form.head,
+        max(form.tokens * (query_heads + (key_heads or 0)) * form.head, form.rows * form.rot),
         tier,
         writes=names if form.inplace else (),
         returns_arguments=("query", "key") if form.inplace else (),
@@ -179,6 +193,14 @@ _VARIANTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("no tokens", {"tokens": 0}),
     ("one token", {"tokens": 1}),
 )
+#: What no 16 bits count, and more heads than a small block of threads has; with few elements.
+_SIZES: tuple[tuple[str, dict[str, Any]], ...] = (
+    (f"{MANY} tokens", {"tokens": MANY, "heads": (1, 1), "head": 16, "rot": 16, "layout": "apart"}),
+    (f"{MANY} places", {"tokens": 83, "rows": MANY, "rot": 32}),
+    (f"{2 * MANY} places, of int32", {"tokens": 83, "rows": 2 * MANY, "rot": 32, "positions": torch.int32}),
+    ("64 heads to 8", {"tokens": 3, "heads": (64, 8)}),
+    ("128 heads to 128", {"tokens": 3, "heads": (128, 128)}),
+)
 _SMOKE = {name for name, _ in _VARIANTS} - {"one token", "place 0", "no packed table, a row for each token"}
 
 
@@ -192,22 +214,20 @@ def _cases() -> Iterator[Case]:
             for name, options in _VARIANTS:
                 tier = Tier.SMOKE if name in _SMOKE and dtype is not torch.float16 else Tier.FULL
                 yield _case(name, dtype, tier, interleaved=interleaved, **options)
+            if dtype is torch.bfloat16:
+                for name, options in _SIZES:
+                    yield _case(name, dtype, interleaved=interleaved, **options)
             yield _case("32 heads to 8", dtype, interleaved=interleaved, heads=(32, 8), head=128, rot=128)
         yield _case("4096 tokens", dtype, tokens=4096, rows=8192)
     yield _case("7 tokens", torch.float64, tokens=7)
 
 
 def _rows(rows: int) -> Iterator[Case]:
-    for interleaved in (False, True):
-        yield _case(f"{rows} tokens", torch.bfloat16, tokens=rows, interleaved=interleaved, layout="apart")
-    yield _case(
-        f"{rows} tokens, partial, new results",
-        torch.bfloat16,
-        tokens=rows,
-        rot=32,
-        inplace=False,
-        layout="apart",
-    )
+    for dtype in ROWS_DTYPES:
+        for interleaved in (False, True):
+            yield _case(f"{rows} tokens", dtype, tokens=rows, interleaved=interleaved, layout="apart")
+        what = f"{rows} tokens, partial, new results"
+        yield _case(what, dtype, tokens=rows, rot=32, inplace=False, layout="apart")
 
 
 SUITES = (Suite("rotary_embedding", _cases, _rows, ("query", "key", "position_ids")),)

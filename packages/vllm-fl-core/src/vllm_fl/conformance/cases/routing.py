@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vllm_fl.conformance.case import MANY
+from vllm_fl.conformance.case import ROWS_DTYPES
 from vllm_fl.conformance.case import Case
 from vllm_fl.conformance.case import Suite
 from vllm_fl.conformance.case import Tier
@@ -158,6 +160,8 @@ def _softmax_cases() -> Iterator[Case]:
             tier = Tier.SMOKE if tokens < 2 else Tier.FULL
             yield _softmax(f"{tokens} of 64, 6", dtype, tokens, 64, 6, tier)
         yield _softmax("33 of 64, 8", dtype, 33, 64, 8)
+        for experts, k in ((256, 10), (512, 10), (512, 16)):
+            yield _softmax(f"33 of {experts}, {k}", dtype, 33, experts, k, renormalize=True)
         for ids in (torch.int64, torch.uint32):
             yield _softmax(f"{named(ids)} indices", dtype, 33, 64, 4, Tier.SMOKE, ids=ids)
         yield _softmax("every expert", dtype, 5, 16, 16, Tier.SMOKE)
@@ -169,9 +173,12 @@ def _softmax_cases() -> Iterator[Case]:
         for name, layout in LAYOUTS.items():
             yield _softmax(name, dtype, 33, 64, 4, change=layout)
 
+    yield _softmax(f"{MANY} of 8, 2", torch.bfloat16, MANY, 8, 2)
+
 
 def _softmax_rows(rows: int) -> Iterator[Case]:
-    yield _softmax(f"{rows} of 64, 6", torch.bfloat16, rows, 64, 6, renormalize=True)
+    for dtype in ROWS_DTYPES:
+        yield _softmax(f"{rows} of 64, 6", dtype, rows, 64, 6, renormalize=True)
 
 
 # -- grouped_topk --------------------------------------------------------------------
@@ -255,6 +262,7 @@ def _grouped_cases() -> Iterator[Case]:
             (33, 384, 1, 1, 8),
             (33, 512, 16, 4, 8),
             (33, 96, 32, 5, 7),
+            (33, 512, 8, 4, 16),
             (4096, 256, 8, 4, 8),
             (0, 256, 8, 4, 8),
         ):
@@ -270,9 +278,12 @@ def _grouped_cases() -> Iterator[Case]:
         for name, layout in LAYOUTS.items():
             yield _grouped(name, dtype, (33, 256), 8, 4, 8, layout=layout)
 
+    yield _grouped(f"{MANY}x8, 1 of 2, 2", torch.bfloat16, (MANY, 8), 2, 1, 2)
+
 
 def _grouped_rows(rows: int) -> Iterator[Case]:
-    yield _grouped(f"{rows}x128, 4 of 8, 8", torch.bfloat16, (rows, 128), 8, 4, 8)
+    for dtype in ROWS_DTYPES:
+        yield _grouped(f"{rows}x128, 4 of 8, 8", dtype, (rows, 128), 8, 4, 8)
 
 
 SUITES = (
