@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllm_fl.dispatch import OPERATORS
 from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch import OpImpl
 from vllm_fl.dispatch import OpManager
@@ -158,6 +159,14 @@ def test_the_reasons_where_nothing_is_left(registry: OpRegistry) -> None:
         "vendor.d: wants float16; "
         "vendor.e: its predicate raised ValueError: at the second time"
     )
+
+
+@pytest.mark.parametrize("answer", [True, 1, np.bool_(True)])
+def test_the_kit_takes_the_same_answers(answer: Any) -> None:
+    from vllm_fl.conformance.dispatched import Dispatched
+
+    dispatched = Dispatched(impl("a", lambda x: answer), OPERATORS["silu_and_mul"])
+    assert dispatched.refusal({"x": torch.ones(2, 4)}) is True
 
 
 class TestTracing:

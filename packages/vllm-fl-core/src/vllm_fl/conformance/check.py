@@ -32,7 +32,6 @@ from vllm_fl.conformance.tensors import written
 from vllm_fl.dispatch import RefusedBeforeWriting
 from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._predicate import as_bool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,9 +151,7 @@ def _examined(
     touched = written(made, arguments, ())
     if touched:
         return _failed(f"supports wrote {', '.join(touched)}")
-    if as_bool(answer) is True:
-        answer = True
-    elif not (isinstance(answer, str) and answer):
+    if answer is not True and not (isinstance(answer, str) and answer):
         return _failed(f"supports returned {answer!r}; it must say in a sentence why not")
     try:
         with torch.inference_mode():

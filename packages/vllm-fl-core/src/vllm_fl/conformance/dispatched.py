@@ -23,6 +23,7 @@ from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import policy_context
+from vllm_fl.dispatch._predicate import as_bool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -136,8 +137,9 @@ class Dispatched:
             return self.resolved.candidates[0].fn(*args, **kwargs)
 
     def refusal(self, arguments: dict[str, Any]) -> object:
-        """Return what ``supports`` says; True where there is none."""
+        """Return what ``supports`` says; True where there is none, and where another bool agrees."""
         if self.predicate is None:
             return True
         args, kwargs = self.bound(arguments)
-        return self.predicate(*args, **kwargs)
+        answer: object = self.predicate(*args, **kwargs)
+        return True if as_bool(answer) else answer
