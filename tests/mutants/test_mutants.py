@@ -45,6 +45,8 @@ def test_what_is_changed(run: ModuleType) -> None:
     [
         "def f(x: int | None) -> str | None:\n    return x\n",
         "x: int | None = f()\n",
+        "def f(*, x): ...\n",
+        "def f(x, *args): ...\n",
         "if TYPE_CHECKING:\n    x = 1\n",
     ],
 )

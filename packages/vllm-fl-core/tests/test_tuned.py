@@ -66,6 +66,8 @@ def _policy(table: Mapping[str, Any] = TABLE, **values: Any) -> SelectionPolicy:
         (Tensor(1, 8), TORCH),
         (Tensor(16, 8), TORCH),
         (Tensor(4, 4, 8), TORCH),
+        # All of the leading dimensions are rows.
+        (Tensor(4, 8, 8), ACME),
         (Tensor(17, 8), ACME),
         (Tensor(64, 8), ACME),
         (Tensor(0, 8), TORCH),
