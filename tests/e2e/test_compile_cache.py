@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -100,3 +101,60 @@ def test_compiled_code_follows_the_choice(qwen3: Checkpoint, tmp_path: Path) -> 
     assert _LOADED in result.log
     assert result.tokens == qwen3.golden
     assert evidence.layers()["SiluAndMul", "vendor.wrong", "guard"] == 2
+
+
+# Traced, and right where its constant is 1; it has no version.
+_SCALED = """
+from vllm_fl.dispatch import OpImpl
+from scaled_constants import SCALE
+
+def silu_and_mul(x):
+    from torch.nn import functional
+    gate, up = x.chunk(2, dim=-1)
+    return functional.silu(gate) * up * SCALE
+
+def register_builtins(registry):
+    registry.register_impl(
+        OpImpl("silu_and_mul", "vendor.scaled", "vendor", silu_and_mul, "scaled", traceable=True)
+    )
+"""
+
+# Mutation: the plan's fingerprint covers no code.
+_NO_CODE_IN_THE_KEY = """
+from vllm_fl.dispatch import plan
+
+plan.digests = lambda modules: {}
+"""
+
+
+def test_compiled_code_follows_a_constant_of_a_plugin(qwen3: Checkpoint, tmp_path: Path) -> None:
+    plugin = tmp_path / "plugin"
+    plugin.mkdir()
+    (plugin / "scaled_vendor.py").write_text(_SCALED)
+
+    def run(scale: float, setup: str = "") -> Result:
+        (plugin / "scaled_constants.py").write_text(f"SCALE = {scale}\n")
+        env = {
+            "PYTHONPATH": os.pathsep.join([str(plugin), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "VLLM_FL_PLUGIN_MODULES": "scaled_vendor",
+            "VLLM_FL_PER_OP": "silu_and_mul=vendor:scaled",
+            "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        }
+        return run_vllm(qwen3, mode="compile", env=env, setup=_ARTIFACTS_LOAD + setup).checked()
+
+    wrong = run(1.5)
+    assert all(got != right for got, right in zip(wrong.tokens, qwen3.golden, strict=True))
+    right = run(1.0)
+    assert _LOADED not in right.log
+    assert right.tokens == qwen3.golden
+    # The code of before: its graph is there, and loaded.
+    again = run(1.5)
+    assert _LOADED in again.log
+    assert again.tokens == wrong.tokens
+    # This test sees a stale graph.
+    assert run(1.5, _NO_CODE_IN_THE_KEY).tokens == wrong.tokens
+    stale = run(1.0, _NO_CODE_IN_THE_KEY)
+    assert _LOADED in stale.log
+    assert stale.tokens == wrong.tokens

@@ -319,8 +319,11 @@ def _declared_api(module_name: str) -> int | None:
         spec = PathFinder.find_spec(f"{spec.name}.{name}", spec.submodule_search_locations)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
-    with open(spec.origin, encoding="utf-8", errors="replace") as file:
-        found = _API_LITERAL.search(file.read())
+    try:
+        with open(spec.origin, encoding="utf-8", errors="replace") as file:
+            found = _API_LITERAL.search(file.read())
+    except OSError:
+        return None  # in an archive
     return int(found.group(1)) if found else None
 
 

@@ -553,16 +553,19 @@ class OpManager:
         self, policy: SelectionPolicy, snapshot: OpRegistrySnapshot, extra: dict[str, Any]
     ) -> tuple[Plan, _Table]:
         table = _Table(self, policy)
-        choices: dict[str, str | None] = {}
+        candidates: dict[str, tuple[str, ...]] = {}
         for op_name in sorted({*snapshot.operators, *snapshot.impls_by_op}):
             try:
                 resolved = self._resolve(op_name, policy, snapshot)
             except NoImplementationError:
-                choices[op_name] = None
+                candidates[op_name] = ()
                 continue
-            choices[op_name] = resolved.decision.impl_id
+            candidates[op_name] = tuple(report.impl_id for report in resolved.decision.usable)
             table[op_name] = resolved.fn
-        return Plan.of(choices, policy, snapshot, extra), table
+        choices = {op_name: impl_ids[0] if impl_ids else None for op_name, impl_ids in candidates.items()}
+        plugins = list(self.registry.plugins.values())
+        plan = Plan.of(choices, policy, snapshot, extra, candidates=candidates, plugins=plugins)
+        return plan, table
 
     @property
     def plan(self) -> Plan | None:

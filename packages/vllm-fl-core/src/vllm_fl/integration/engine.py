@@ -20,6 +20,7 @@ from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch._sources import UNREADABLE
 from vllm_fl.integration import ranks
 from vllm_fl.integration.log import logger
 
@@ -147,6 +148,13 @@ def _freeze(shipped: Any) -> Plan:
         plan.policy,
         plan.fingerprint,
     )
+    unread = sorted(name for name, digest in plan.code.items() if digest == UNREADABLE)
+    if unread:
+        logger.warning(
+            "vllm-fl: the code of %s cannot be read, so that compiled graphs outlive a change of it: delete "
+            "vLLM's compile cache (VLLM_CACHE_ROOT) then",
+            ", ".join(unread),
+        )
     return plan
 
 

@@ -142,7 +142,10 @@ def _parts(plan: Plan, facts: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "policy": {"the process": plan.policy},
         "choice": {op: impl_id or "nothing" for op, impl_id in plan.choices.items()},
+        "candidates": {op: " > ".join(impl_ids) for op, impl_ids in plan.candidates.items()},
         "wheel": dict(plan.wheels),
+        "code": dict(plan.code),
+        "variable": dict(plan.variables),
         "fact": {name: json.dumps(value, sort_keys=True) for name, value in facts.items()},
     }
 
@@ -175,7 +178,7 @@ def _compare(ranks: Group, prefix: str, other: int, mine: Mapping[str, Any]) -> 
         return
     if theirs["fingerprint"] == mine["fingerprint"]:
         return
-    for part in ("policy", "choice", "wheel", "fact"):
+    for part in ("policy", "choice", "candidates", "wheel", "code", "variable", "fact"):
         for name in sorted(mine[part].keys() | theirs[part].keys()):
             # A module of VLLM_FL_PLUGIN_MODULES has no version.
             here, there = (facts[part].get(name, "none") or "no version" for facts in (mine, theirs))
