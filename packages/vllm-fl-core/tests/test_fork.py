@@ -487,6 +487,7 @@ def test_forks_under_load() -> None:
         """
         import os, signal, threading
         from vllm_fl.dispatch import *
+        zero = lambda: 0
         registry = OpRegistry()
         registry.register_many(
             OpImpl("silu_and_mul", f"vendor.{v}", "vendor", lambda x, v=v: x, v) for v in "abc")
@@ -500,7 +501,7 @@ def test_forks_under_load() -> None:
                 count += 1
                 set_global_policy(SelectionPolicy(prefer="vendor" if count % 2 else "reference"))
                 registry.register_impl(
-                    OpImpl("other", f"vendor.a.n{number}-{count % 9}", "vendor", int, "a"))
+                    OpImpl("other", f"vendor.a.n{number}-{count % 9}", "vendor", zero, "a"))
                 with with_preference("vendor"):
                     assert manager.call("silu_and_mul", 3) == 3
                 OpManager(OpRegistry())
@@ -514,7 +515,7 @@ def test_forks_under_load() -> None:
                 signal.alarm(10)
                 try:
                     set_global_policy(SelectionPolicy())
-                    registry.register_impl(OpImpl("late", "vendor.a", "vendor", int, "a"))
+                    registry.register_impl(OpImpl("late", "vendor.a", "vendor", zero, "a"))
                     ok = manager.call("silu_and_mul", 5) == 5 and manager.call("late") == 0
                     OpManager(registry).freeze()
                     os._exit(0 if ok else 1)
