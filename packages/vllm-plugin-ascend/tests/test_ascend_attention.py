@@ -291,13 +291,15 @@ def test_the_operator_names_the_backend_where_it_fits(backend):
         {"has_sink": True},
         {"attn_type": "encoder_only"},
     ):
-        assert backend.attention_backend(selector=_selector(**change)) is None, change
+        with pytest.raises(NotImplementedError, match="not supported"):
+            backend.attention_backend(selector=_selector(**change))
 
 
 def test_a_platform_with_a_cache_of_its_own_keeps_its_attention(backend, monkeypatch):
     platform = type("NPUPlatform", (), {"__module__": "vllm_ascend.platform"})
     monkeypatch.setattr("vllm.platforms._current_platform", platform())
-    assert backend.attention_backend(selector=_selector()) is None
+    with pytest.raises(NotImplementedError, match="vllm_ascend keeps the KV cache in a layout of its own"):
+        backend.attention_backend(selector=_selector())
 
 
 def test_no_latent_and_no_sparse_attention(backend):
@@ -324,6 +326,27 @@ def test_a_layer_that_the_kernels_lack(npu, change, reason):
     arguments = {"num_heads": 8, "head_size": 64, "scale": 1.0, "num_kv_heads": 2} | change
     with pytest.raises(NotImplementedError, match=reason):
         AscendAttentionImpl(**arguments)
+
+
+@pytest.mark.parametrize("value", [None, False, 0, -1, ""])
+def test_what_a_later_vllm_does_not_ask_for(npu, value):
+    from vllm_fl_ascend.impl.attention import AscendAttentionBackend as Backend
+
+    arguments = {"num_heads": 8, "head_size": 64, "scale": 1.0, "num_kv_heads": 2, "later": value}
+    assert Backend.get_impl_cls()(**arguments).num_heads == 8
+    assert Backend.get_kv_cache_shape(2, 128, 2, 64, later=value) == (2, 2, 128, 128)
+    assert Backend.get_supported_kernel_block_sizes(later=value)
+
+
+@pytest.mark.parametrize("value", [True, 1, "fp8", torch.zeros(1)])
+def test_what_a_later_vllm_asks_for(npu, value):
+    from vllm_fl_ascend.impl.attention import AscendAttentionBackend as Backend
+
+    arguments = {"num_heads": 8, "head_size": 64, "scale": 1.0, "num_kv_heads": 2, "later": value}
+    with pytest.raises(NotImplementedError, match="later"):
+        Backend.get_impl_cls()(**arguments)
+    with pytest.raises(NotImplementedError, match="later"):
+        Backend.get_kv_cache_shape(2, 128, 2, 64, later=value)
 
 
 def test_only_causal(world):

@@ -140,8 +140,13 @@ def test_the_operator_names_the_class_where_it_fits(call: Callable[..., Any]) ->
     assert call("attention_backend", False, False) == PATH
     assert call("attention_backend", False, False, selector=selector()) == PATH
     assert resolve_obj_by_qualname(PATH) is TemplateAttentionBackend
-    for change in ({"kv_cache_dtype": "fp8"}, {"has_sink": True}, {"attn_type": "encoder_only"}):
-        assert call("attention_backend", False, False, selector=selector(**change)) is None, change
+    for change, reason in {
+        ("kv_cache_dtype", "fp8"): "kv_cache_dtype not supported",
+        ("has_sink", True): "sinks not supported",
+        ("attn_type", "encoder_only"): "encoder_only not supported",
+    }.items():
+        with pytest.raises(NotImplementedError, match=reason):
+            call("attention_backend", False, False, selector=selector(**dict([change])))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +163,41 @@ def test_a_layer_with_what_it_lacks(change: dict[str, Any], reason: str) -> None
     impl = TemplateAttentionBackend.get_impl_cls()
     with pytest.raises(NotImplementedError, match=reason):
         impl(**{"num_heads": HEADS, "head_size": HEAD, "scale": 1.0, **change})
+
+
+@pytest.mark.parametrize("value", [None, False, 0, -1, "", [], 0.0])
+def test_what_a_later_vllm_does_not_ask_for(value: Any) -> None:
+    """A keyword that is off is no reason to refuse, wherever vLLM passes it."""
+    world, x = World(), torch.zeros(3, HEADS, HEAD)
+    backend = TemplateAttentionBackend
+    more = {"later": value}
+    backend.get_impl_cls()(HEADS, HEAD, 1.0, **more)
+    assert backend.get_kv_cache_shape(2, 16, 2, 8, **more) == (2, 2, 16, 16)
+    assert world.impl.forward(None, x, x, x, torch.empty(0), None, output=x, **more) is x
+    world.impl.do_kv_cache_update(None, x, x, torch.empty(0), torch.empty(0), **more)
+    with pytest.raises(NotImplementedError, match="causal only"):
+        world.builder.build(0, SimpleNamespace(causal=False), **more)
+
+
+@pytest.mark.parametrize("value", [True, 1, 0.5, "fp8", [1], torch.zeros(1)])
+def test_what_a_later_vllm_asks_for(value: Any) -> None:
+    world, x = World(), torch.zeros(3, HEADS, HEAD)
+    more = {"later": value}
+    for call in (
+        lambda: TemplateAttentionBackend.get_impl_cls()(HEADS, HEAD, 1.0, **more),
+        lambda: TemplateAttentionBackend.get_kv_cache_shape(2, 16, 2, 8, **more),
+        lambda: world.impl.forward(None, x, x, x, torch.empty(0), None, output=x, **more),
+        lambda: world.impl.do_kv_cache_update(None, x, x, torch.empty(0), torch.empty(0), **more),
+        lambda: world.builder.build(0, SimpleNamespace(causal=True), **more),
+    ):
+        with pytest.raises(NotImplementedError, match="later"):
+            call()
+
+
+def test_it_fits_the_installed_vllm() -> None:
+    from vllm_fl.integration.fit import problems_of
+
+    assert problems_of(TemplateAttentionBackend) == []
 
 
 def test_only_causal() -> None:

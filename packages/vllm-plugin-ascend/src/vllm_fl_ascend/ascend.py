@@ -126,11 +126,16 @@ class AscendBackend(Backend):
     def attention_backend(
         self, use_mla: bool = False, use_sparse: bool = False, *, selector: Any = None
     ) -> str | None:
-        """Return the path of ``AscendAttentionBackend``, or None where vLLM asks for what it lacks."""
+        """Return the path of ``AscendAttentionBackend``.
+
+        Raises:
+            NotImplementedError: what vLLM asks for and it lacks.
+        """
         if selector is not None:
             attention: Any = importlib.import_module("vllm_fl_ascend.impl.attention")
-            if attention.refusals(selector):
-                return None
+            reasons = attention.refusals(selector)
+            if reasons:
+                raise NotImplementedError("; ".join(reasons))
         return _ATTENTION
 
     @implementation(

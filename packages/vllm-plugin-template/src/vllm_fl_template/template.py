@@ -105,13 +105,18 @@ class TemplateBackend(Backend):
     def attention_backend(
         self, use_mla: bool = False, use_sparse: bool = False, *, selector: Any = None
     ) -> str | None:
-        """Return the path of the attention's class, or None where vLLM asks for what it lacks."""
+        """Return the path of the attention's class.
+
+        Raises:
+            NotImplementedError: what vLLM asks for and the class lacks; the log says it.
+        """
         if selector is not None:
             # Not beside the others: it imports vLLM, which is not everywhere.
             from vllm_fl_template.impl import attention
 
-            if attention.refusals(selector):
-                return None
+            reasons = attention.refusals(selector)
+            if reasons:
+                raise NotImplementedError("; ".join(reasons))
         return "vllm_fl_template.impl.attention.TemplateAttentionBackend"
 
     # It loops over values, which no compiler can trace: without `traceable` compiled

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 
 from vllm_fl.conformance import truth
-from vllm_fl.conformance.attention import load
 from vllm_fl.conformance.judge import ATTENTION
 from vllm_fl.conformance.judge import RIGHT
 from vllm_fl.conformance.judge import Expected
@@ -32,6 +31,7 @@ from vllm_fl.conformance.result import Status
 from vllm_fl.conformance.tensors import moved
 from vllm_fl.conformance.tensors import named
 from vllm_fl.conformance.tensors import random
+from vllm_fl.integration.fit import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable

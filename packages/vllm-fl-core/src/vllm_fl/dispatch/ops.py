@@ -218,6 +218,9 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
 
         Returns:
             A path, or None for vLLM's own choice.
+
+        Raises:
+            NotImplementedError: what the selector asks for and the class lacks.
         """
         raise NotImplementedError
 

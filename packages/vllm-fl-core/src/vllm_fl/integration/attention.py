@@ -8,8 +8,8 @@ for a model, comes in as ``selected_backend`` and is never overridden.
 from __future__ import annotations
 
 import functools
+import threading
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -17,14 +17,20 @@ from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import trace
+from vllm_fl.dispatch._binding import signature_of
+from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._runtime import is_one_of_several_ranks
 from vllm_fl.dispatch.types import NATIVE
+from vllm_fl.integration.fit import load
+from vllm_fl.integration.fit import problems_of
 from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
     from vllm_fl.dispatch._guard import Candidate
 
 OPERATOR = "attention_backend"
+
+_choosing = threading.local()
 
 
 def install() -> None:
@@ -49,8 +55,13 @@ def _install() -> None:
         cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         ours = None
-        if selected_backend is None:
-            ours = _chosen(attn_selector_config)
+        # An implementation may ask the platform itself, which is then vLLM's own choice.
+        if selected_backend is None and not getattr(_choosing, "now", False):
+            _choosing.now = True
+            try:
+                ours = _chosen(attn_selector_config)
+            finally:
+                _choosing.now = False
         return ours or original(selected_backend, attn_selector_config, *args, **kwargs)
 
     get_attn_backend_cls.__vllm_fl__ = True  # type: ignore[attr-defined]
@@ -58,39 +69,45 @@ def _install() -> None:
 
 
 def _chosen(config: Any) -> str | None:
-    """Return the class path that the dispatch chooses, None for vLLM's own choice."""
+    """Return the class path that the dispatch chooses, None for vLLM's own choice.
+
+    Raises:
+        NoImplementationError: the policy leaves nothing that serves this attention.
+    """
     from vllm import envs
 
     if getattr(envs, "VLLM_BATCH_INVARIANT", False):
         return None
     answered: list[str] = []
-
-    def noting(candidate: Candidate) -> Candidate:
-        def ask(*args: Any, **kwargs: Any) -> Any:
-            path = candidate.fn(*args, **kwargs)
-            answered.append(candidate.impl_id)
-            return path
-
-        return replace(candidate, fn=ask)
-
+    declined: list[str] = []
+    has_native = True
     try:
-        manager = get_default_manager()
-        resolved = manager.resolve_with_native(OPERATOR, lambda *_, **__: None, wrap=noting)
+        resolved = get_default_manager().resolve_with_native(
+            OPERATOR,
+            lambda *_, **__: None,
+            wrap=lambda candidate: _asked(candidate, config, answered, declined),
+        )
         if resolved.decision.impl_id == NATIVE:
             return None
+        has_native = any(report.impl_id == NATIVE for report in resolved.decision.usable)
         path: str | None = resolved.fn(config.use_mla, config.use_sparse, selector=config)
-        reasons = _reasons_against(path, config) if path else []
     except (PolicyError, NoImplementationError):
         raise
     except Exception as error:
+        if not has_native:
+            raise NoImplementationError(
+                f"nothing that the policy allows serves the attention of this model: "
+                f"{'; '.join(declined) or describe(error)}. Let vLLM choose as well: "
+                f"VLLM_FL_PER_OP='{OPERATOR}=...|native'."
+            ) from error
         if is_one_of_several_ranks():
             raise  # alone on another backend than the others, its answers would be wrong
         logger.error("vllm-fl: vLLM chooses the attention: %s: %s", type(error).__name__, error)
         return None
+    next_one = f"{answered[-1]} serves it" if path else "vLLM chooses the attention"
+    for line in declined:
+        logger.warning("vllm-fl: no attention of %s; %s", line, next_one)
     if path is None:
-        return None
-    if reasons:
-        logger.warning("vllm-fl: %s does not fit: %s; vLLM chooses the attention", path, reasons)
         return None
     logger.info("vllm-fl: attention is served by %s (%s)", answered[-1], path)
     record = trace.recorder()
@@ -99,13 +116,62 @@ def _chosen(config: Any) -> str | None:
     return path
 
 
+def _asked(candidate: Candidate, config: Any, answered: list[str], declined: list[str]) -> Candidate:
+    """Return the candidate, refusing what does not fit; why it refuses goes to ``declined``."""
+    impl_id, predicate = candidate.impl_id, candidate.supports
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        path = candidate.fn(*args, **kwargs)
+        if path is None:
+            # It does not say why: the class that it names where nothing is asked for does.
+            general = candidate.fn(*args, **{**kwargs, "selector": None})
+            reasons = _reasons_against(general, config) if general else []
+            reasons = reasons or ["it leaves the choice to vLLM"]
+        else:
+            reasons = _reasons_against(path, config)
+        if reasons:
+            raise NotImplementedError("; ".join(reasons))
+        answered.append(impl_id)
+        return path
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return ask(*args, **kwargs)
+        except NotImplementedError as error:
+            declined.append(f"{impl_id}: {error}")
+            raise
+
+    def supports(*args: Any, **kwargs: Any) -> Any:
+        assert predicate is not None
+        answer = predicate(*args, **kwargs)
+        if answer is not True:
+            declined.append(f"{impl_id}: {answer}")
+        return answer
+
+    return replace(candidate, fn=noting, supports=supports if predicate else None)
+
+
 def _reasons_against(path: str, config: Any) -> list[str]:
     """Ask the class itself whether it takes the configuration, as vLLM asks its own."""
     from vllm.platforms import current_platform
 
-    module, _, name = path.rpartition(".")
-    backend = getattr(import_module(module), name)
+    backend = load(path)
     capability = current_platform.get_device_capability()
-    if capability is None:
-        return []
-    return list(backend.validate_configuration(device_capability=capability, **config._asdict()))
+    is_vllms = path.startswith("vllm.")
+    if is_vllms and capability is None:
+        return []  # vLLM asks its own nothing there either
+    problems = [] if is_vllms else problems_of(backend)
+    if problems:
+        return [f"it does not fit this vLLM: {problem}" for problem in problems]
+    given = config._asdict()
+    parameters = signature_of(backend.validate_configuration).parameters
+    if "device_capability" in parameters:
+        given["device_capability"] = capability
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        parameters = given
+    # A later vLLM's field, which the class has never heard of: right where it asks for nothing.
+    defaults = getattr(config, "_field_defaults", {})
+    unknown = [name for name in given if name not in parameters]
+    reasons = [f"it does not know {n}" for n in unknown if given[n] not in (None, False, defaults.get(n))]
+    known = {name: value for name, value in given.items() if name in parameters}
+    return reasons + list(backend.validate_configuration(**known))

@@ -131,18 +131,17 @@ def _rotary_native(own: Callable[..., Any]) -> Callable[..., Any]:
         inplace: bool = True,
         cos_sin_cache: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        given = (query, key)
-        rows = [None if x is None else _rows(x, is_new=not inplace) for x in given]
-        turned = own(position_ids, *rows)
+        given = [x for x in (query, key) if x is not None]
+        rows = [_rows(x, is_new=not inplace) for x in given]
+        turned = own(position_ids, rows[0], rows[1] if key is not None else None)
+        heads = [result.view(x.shape) for x, result in zip(given, turned, strict=False)]
+        if not inplace:
+            return heads[0], heads[1] if key is not None else None
         # A kernel has written the rows, vLLM's PyTorch path returns new ones.
-        heads: list[Any] = [
-            x if x is None else one.view(x.shape) for x, one in zip(given, turned, strict=True)
-        ]
-        if inplace:
-            for x, flat, one, result in zip(given, rows, turned, heads, strict=True):
-                if x is not None and not (one is flat and _has_rows(x)):
-                    x.copy_(result)
-        return given if inplace else (heads[0], heads[1])
+        for x, row, result, new in zip(given, rows, turned, heads, strict=False):
+            if result is not row or not _has_rows(x):
+                x.copy_(new)
+        return query, key
 
     return native
 

@@ -72,7 +72,7 @@ class AscendAttentionBackend(AttentionBackend):  # type: ignore[misc]
         return AscendAttentionMetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None, **_: Any) -> list[int]:
         """Return the tokens of a block; before vLLM 0.32 there is no argument."""
         return list(_BLOCK_SIZES)
 
@@ -105,9 +105,24 @@ class AscendAttentionBackend(AttentionBackend):  # type: ignore[misc]
         num_kv_heads: int,
         head_size: int,
         cache_dtype_str: str = "auto",
+        **more: Any,
     ) -> tuple[int, ...]:
         """Return the shape of a layer's cache; vLLM before 0.32 asks for it."""
+        _refuse(more, "get_kv_cache_shape")
         return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a keyword of a later vLLM asks for something; -1 is how vLLM writes none of a number."""
+    if value is None or isinstance(value, (int, float, str, list, tuple, dict)):
+        return bool(value) and value != -1
+    return True
+
+
+def _refuse(more: dict[str, Any], method: str) -> None:
+    asked = [name for name, value in more.items() if _is_on(value)]
+    if asked:
+        raise NotImplementedError(f"AscendAttentionBackend: {method} has no {', no '.join(asked)}")
 
 
 def refusals(selector: Any) -> list[str]:
@@ -155,14 +170,19 @@ class AscendAttentionMetadataBuilder(AttentionMetadataBuilder[AscendAttentionMet
     reorder_batch_threshold: int | None = 1
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        **more: Any,
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **more)
         side = torch.ones(_MASK_SIDE, _MASK_SIDE, dtype=torch.bool, device=device)
         self._causal_mask = side.triu_(1)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **more: Any
     ) -> AscendAttentionMetadata:
         """Cut the batch into runs.
 
@@ -170,8 +190,10 @@ class AscendAttentionMetadataBuilder(AttentionMetadataBuilder[AscendAttentionMet
         them on the device only: this waits for the device once in every step.
 
         Raises:
-            NotImplementedError: attention that is not causal.
+            NotImplementedError: attention that is not causal, or something that a later vLLM
+                asks for.
         """
+        _refuse(more, "build")
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError("this attention is causal only")
@@ -227,7 +249,7 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):  # type: igno
             f"{num_heads} heads to {self.num_kv_heads} of the keys": (
                 num_heads % self.num_kv_heads != 0 or num_heads // self.num_kv_heads > _MOST_QUERIES_PER_KV
             ),
-            **{name: value is not None for name, value in more.items()},
+            **{name: _is_on(value) for name, value in more.items()},
         }
         missing = [name for name, needed in lacks.items() if needed]
         if missing:
@@ -237,7 +259,7 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):  # type: igno
             )
 
     def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **more: Any
     ) -> None:
         """Write the keys and values of a batch's tokens into their slots.
 
@@ -247,7 +269,9 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):  # type: igno
             value: T[n, kv_heads, head].
             kv_cache!: the layer's cache.
             slot_mapping: int[m], m <= n; a negative one is a token that is not kept.
+            more: what a later vLLM passes, and does not ask for.
         """
+        _refuse(more, "do_kv_cache_update")
         if not kv_cache.numel() or not slot_mapping.shape[0]:
             return
         keys, values = key_and_value(kv_cache, self.num_kv_heads, self.head_size)
@@ -271,6 +295,7 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):  # type: igno
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
+        **more: Any,
     ) -> Tensor:
         """Attend to the cache, which holds this batch's keys and values already.
 
@@ -285,13 +310,15 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):  # type: igno
                 batch's tokens is left as it is.
             output_scale: None.
             output_block_scale: None.
+            more: what a later vLLM passes, and does not ask for.
 
         Returns:
             output.
 
         Raises:
-            NotImplementedError: a quantised output.
+            NotImplementedError: a quantised output, or something that a later vLLM asks for.
         """
+        _refuse(more, "forward")
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("this attention does not quantise its output")
         if attn_metadata is None:

@@ -65,9 +65,24 @@ class TemplateAttentionBackend(AttentionBackend):  # type: ignore[misc]
         num_kv_heads: int,
         head_size: int,
         cache_dtype_str: str = "auto",
+        **more: Any,
     ) -> tuple[int, ...]:
         """Return the shape of a layer's cache; from vLLM 0.32 on it is always this one."""
+        _refuse(more, "get_kv_cache_shape")
         return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+
+def _is_on(value: Any) -> bool:
+    """Whether a keyword of a later vLLM asks for something; -1 is how vLLM writes none of a number."""
+    if value is None or isinstance(value, (int, float, str, list, tuple, dict)):
+        return bool(value) and value != -1
+    return True
+
+
+def _refuse(more: dict[str, Any], method: str) -> None:
+    asked = [name for name, value in more.items() if _is_on(value)]
+    if asked:
+        raise NotImplementedError(f"TemplateAttentionBackend: {method} has no {', no '.join(asked)}")
 
 
 def refusals(selector: Any) -> list[str]:
@@ -103,19 +118,26 @@ class TemplateAttentionMetadataBuilder(AttentionMetadataBuilder[TemplateAttentio
     """Builds a batch's metadata, once for all layers that share a cache group."""
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: torch.device,
+        **more: Any,
     ) -> None:
         # What every step needs again, such as masks, is made here.
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, **more)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False, **more: Any
     ) -> TemplateAttentionMetadata:
         """Take what the layers need of vLLM's description of the batch.
 
         Raises:
-            NotImplementedError: attention that is not causal.
+            NotImplementedError: attention that is not causal, or something that a later vLLM
+                asks for.
         """
+        _refuse(more, "build")
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError("this attention is causal only")
@@ -164,7 +186,7 @@ class TemplateAttentionImpl(AttentionImpl[TemplateAttentionMetadata]):  # type: 
             "soft cap of the logits": bool(logits_soft_cap),
             f"attention of type {attn_type}": attn_type != AttentionType.DECODER,
             "quantised KV cache": kv_cache_dtype not in TemplateAttentionBackend.supported_kv_cache_dtypes,
-            **{name: value is not None for name, value in more.items()},
+            **{name: _is_on(value) for name, value in more.items()},
         }
         missing = [name for name, needed in lacks.items() if needed]
         if missing:
@@ -174,7 +196,7 @@ class TemplateAttentionImpl(AttentionImpl[TemplateAttentionMetadata]):  # type: 
             )
 
     def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, **more: Any
     ) -> None:
         """Write the keys and values of a batch's tokens into their slots.
 
@@ -185,7 +207,9 @@ class TemplateAttentionImpl(AttentionImpl[TemplateAttentionMetadata]):  # type: 
             kv_cache!: T[blocks, kv_heads, block, 2 * head], of any stride; a token's key,
                 then its value.
             slot_mapping: int[m], m <= n; a negative one is a token that is not kept.
+            more: what a later vLLM passes, and does not ask for.
         """
+        _refuse(more, "do_kv_cache_update")
         if not kv_cache.numel():
             return
         tokens = slot_mapping.shape[0]
@@ -206,6 +230,7 @@ class TemplateAttentionImpl(AttentionImpl[TemplateAttentionMetadata]):  # type: 
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
+        **more: Any,
     ) -> Tensor:
         """Attend to the cache, which holds this batch's keys and values already.
 
@@ -220,13 +245,15 @@ class TemplateAttentionImpl(AttentionImpl[TemplateAttentionMetadata]):  # type: 
                 batch's tokens is left as it is.
             output_scale: None.
             output_block_scale: None.
+            more: what a later vLLM passes, and does not ask for.
 
         Returns:
             output.
 
         Raises:
-            NotImplementedError: a quantised output.
+            NotImplementedError: a quantised output, or something that a later vLLM asks for.
         """
+        _refuse(more, "forward")
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("this attention does not quantise its output")
         if attn_metadata is None:
