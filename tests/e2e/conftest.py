@@ -12,7 +12,9 @@ from evidence import Evidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Iterator
     from pathlib import Path
+    from typing import Any
 
     from checkpoints import Checkpoint
 
@@ -76,3 +78,72 @@ def gemma(make_checkpoint: Callable[[str], Checkpoint]) -> Checkpoint:
 def evidence(tmp_path: Path) -> Evidence:
     """Where a run leaves its record."""
     return Evidence(tmp_path / "trace")
+
+
+# -- vLLM's layers in this process ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served_vllm() -> Iterator[None]:
+    """vLLM with our classes and the reference's choice, and vLLM as it was afterwards."""
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    from vllm_fl.dispatch import SelectionPolicy
+    from vllm_fl.dispatch import get_default_manager
+    from vllm_fl.dispatch import reset_global_policy
+    from vllm_fl.dispatch import set_global_policy
+    from vllm_fl.integration import layers
+
+    before = dict(op_registry_oot)
+    get_default_manager().thaw()
+    set_global_policy(SelectionPolicy.from_dict(prefer="reference"))
+    layers.replace_all()
+    yield
+    op_registry_oot.clear()
+    op_registry_oot.update(before)
+    reset_global_policy()
+
+
+@pytest.fixture
+def in_vllm(served_vllm: None) -> Iterator[None]:
+    """Build layers without a compiler, with every custom op on."""
+    from vllm.config import CompilationConfig
+    from vllm.config import VllmConfig
+    from vllm.config import set_current_vllm_config
+
+    config = VllmConfig(compilation_config=CompilationConfig(mode=0, custom_ops=["all"]))
+    with set_current_vllm_config(config):
+        yield
+
+
+@pytest.fixture
+def compiled(served_vllm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return a function that builds a layer, for a compiler unless ``mode`` is 0."""
+    from vllm.config import CompilationConfig
+    from vllm.config import VllmConfig
+    from vllm.config import set_current_vllm_config
+
+    from vllm_fl.dispatch import OpManager
+    from vllm_fl.dispatch import OpRegistry
+    from vllm_fl.dispatch import SelectionPolicy
+    from vllm_fl.dispatch import policy_context
+    from vllm_fl.integration import layers
+
+    registry = OpRegistry()
+    manager = OpManager(registry)
+    monkeypatch.setattr(layers, "get_default_manager", lambda: manager)
+    monkeypatch.setattr(layers, "_tried", {})
+
+    def build(cls: type, *args: Any, impls: list[Any], order: list[str], mode: int = 3, **kwargs: Any) -> Any:
+        from vllm_fl_reference.register_ops import register_builtins
+
+        if not registry.snapshot().impls_by_op:
+            register_builtins(registry)
+        registry.register_many([one for one in impls if one.impl_id not in registry.snapshot().impl_ids()])
+        op_names = {impl.op_name for impl in impls}
+        config = VllmConfig(compilation_config=CompilationConfig(mode=mode, custom_ops=["all"]))
+        policy = SelectionPolicy.from_dict(per_op_order=dict.fromkeys(op_names, order))
+        with set_current_vllm_config(config), policy_context(policy):
+            return cls(*args, **kwargs)
+
+    return build

@@ -560,7 +560,7 @@ def test_experts_whose_first_call_does_not_succeed(
     )
     manager = OpManager(registry)
     monkeypatch.setattr(layers, "get_default_manager", lambda: manager)
-    monkeypatch.setattr(layers, "_tried", set())
+    monkeypatch.setattr(layers, "_tried", {})
     factory.config = VllmConfig(compilation_config=CompilationConfig(mode=mode, custom_ops=["all"]))
     policy = SelectionPolicy.from_dict(per_op_order={"fused_experts": order, "topk_softmax": ["native"]})
     with policy_context(policy):

@@ -100,3 +100,27 @@ def test_opaque_vendor_that_fails(qwen3: Checkpoint, evidence: Evidence) -> None
     # Four that were right, of which the first call at the start is not counted.
     assert calls["silu_and_mul", "vendor.faulty.dies"] == 3
     assert calls["silu_and_mul", "reference.torch"] >= 2 * 16 - 3
+
+
+def test_opaque_vendor_that_refuses_many_rows(qwen3: Checkpoint, evidence: Evidence) -> None:
+    """vLLM's own path takes over inside of the graph, in the profile run to begin with."""
+    per_op = ";".join(f"{op}=impl:vendor.rows.few|native" for op in _SERVED)
+    env = evidence.env("rows_vendor", VLLM_FL_PER_OP=per_op)
+    result = run_vllm(qwen3, mode="compile", env=env).checked()
+    assert result.tokens == qwen3.golden
+    layers = evidence.layers()
+    assert {(impl_id, form) for _, impl_id, form in layers} == {("vendor.rows.few", "opaque")}
+    calls = evidence.calls()
+    for op_name in _SERVED:
+        assert calls[op_name, "vendor.rows.few"] > 0
+        assert calls[op_name, "native"] > 0
+
+
+def test_opaque_vendor_whose_strides_change_with_the_rows(qwen3: Checkpoint, evidence: Evidence) -> None:
+    env = evidence.env("rows_vendor", VLLM_FL_PER_OP="silu_and_mul=impl:vendor.rows.strided")
+    result = run_vllm(qwen3, mode="compile", env=env).checked()
+    assert result.tokens == qwen3.golden
+    assert (
+        result.log.count("vendor.rows.strided of silu_and_mul returns a tensor that is not contiguous") == 1
+    )
+    assert evidence.calls()["silu_and_mul", "vendor.rows.strided"] >= 2 * 16

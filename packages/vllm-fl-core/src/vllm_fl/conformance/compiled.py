@@ -29,8 +29,8 @@ from vllm_fl.conformance.result import Status
 from vllm_fl.conformance.tensors import moved
 from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch._foreign import describe
-from vllm_fl.integration.opaque import checked
 from vllm_fl.integration.opaque import opaque
+from vllm_fl.integration.opaque import shielded
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -206,7 +206,7 @@ def _function(dispatched: Dispatched) -> Callable[..., Any]:
     """Return what vLLM's layers call in compiled code."""
     if dispatched.impl.traceable:
         return dispatched.resolved.fn
-    resolved = dispatched.resolve(lambda candidate: checked(dispatched.operator, candidate))
+    resolved = dispatched.resolve(functools.partial(shielded, dispatched.operator, is_strict=True))
     return opaque(dispatched.operator, resolved)
 
 

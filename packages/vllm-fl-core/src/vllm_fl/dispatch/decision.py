@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from dataclasses import dataclass
+from dataclasses import replace
+from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch._text import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 #: Why a candidate is where it is.
 CHOSEN = "chosen"
@@ -73,6 +78,16 @@ class Decision:
     def usable(self) -> tuple[CandidateReport, ...]:
         """What runs, and what would run after it."""
         return tuple(c for c in self.candidates if c.status in (CHOSEN, NEXT))
+
+    def noted(self, notes: Mapping[str, str]) -> Decision:
+        """Return the decision with more said of some implementations, by id."""
+        if not notes:
+            return self
+        candidates = [
+            replace(c, reason=f"{c.reason}; {notes[c.impl_id]}") if c.impl_id in notes else c
+            for c in self.candidates
+        ]
+        return replace(self, candidates=tuple(candidates))
 
     def __str__(self) -> str:
         chosen = f"{self.impl_id} ({self.form})" if self.impl_id else "nothing can run"

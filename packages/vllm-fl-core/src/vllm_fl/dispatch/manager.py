@@ -174,6 +174,7 @@ class OpManager:
         self._frozen_snapshot: OpRegistrySnapshot | None = None
         self._failed: dict[str, dict[str, str]] = {}
         self._proven: set[tuple[str, str, tuple[bool, ...]]] = set()
+        self._trials: dict[str, dict[str, str]] = {}
         self._warned: set[str] = set()
         self._bad_answers: set[tuple[str, str]] = set()
         self._checked: tuple[SelectionPolicy, list[str]] | None = None
@@ -335,7 +336,8 @@ class OpManager:
         self, op_name: str, policy: SelectionPolicy, snapshot: OpRegistrySnapshot, *, with_native: bool
     ) -> Decision:
         failed = self._failed.get(op_name, {})
-        return selection.decide(op_name, policy, snapshot, failed, with_native=with_native)
+        decision = selection.decide(op_name, policy, snapshot, failed, with_native=with_native)
+        return decision.noted(self._trials.get(op_name, {}))
 
     def _why_nothing_runs(self, decision: Decision) -> str:
         text = nothing_runs(decision, list(self.registry.plugins.values()))
@@ -447,6 +449,10 @@ class OpManager:
         failed = self._failed
         return {op: set(ids) for op, ids in failed.items() if ids and op_name in (None, op)}
 
+    def is_set_aside(self, op_name: str, impl_id: str) -> bool:
+        """Whether an implementation was set aside for an operator; for each call."""
+        return impl_id in self._failed.get(op_name, ())
+
     def clear_failed_impls(self, op_name: str | None = None) -> None:
         """Try again what was set aside, of one operator or of all."""
         with self._lock:
@@ -506,6 +512,11 @@ class OpManager:
     def prove(self, op_name: str, impl_id: str, kind: tuple[bool, ...] = ()) -> None:
         """Note an implementation's first success; see :meth:`is_proven`."""
         self._proven.add((op_name, impl_id, kind))
+
+    def note_trial(self, op_name: str, impl_id: str, what: str) -> None:
+        """Let every later decision say what came of an implementation's first calls."""
+        with self._lock:
+            self._trials = {**self._trials, op_name: {**self._trials.get(op_name, {}), impl_id: what}}
 
     # -- freezing -------------------------------------------------------------
 
@@ -594,6 +605,7 @@ class OpManager:
             if self._plan is not None:
                 return  # frozen between the change and this call, with the new policy
             self._failed = {}
+            self._trials = {}
             self._warned = set()
             self._new_tables()
 
@@ -614,6 +626,7 @@ class OpManager:
     def _forget_the_parent(self) -> None:
         self._plan = self._frozen_snapshot = None
         self._failed = {}
+        self._trials = {}
         self._proven = set()
         self._warned = set()
         self._bad_answers = set()

@@ -8,7 +8,9 @@ calls the resolved operator.
 
 from __future__ import annotations
 
+import functools
 from contextlib import suppress
+from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING
 from typing import Any
@@ -17,12 +19,14 @@ import torch
 
 from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import PolicyError
+from vllm_fl.dispatch import _predicate
 from vllm_fl.dispatch import _runtime
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._config import names_variable
 from vllm_fl.dispatch._fatal import is_fatal
+from vllm_fl.dispatch._guard import Candidate
 from vllm_fl.dispatch._known import faster_wheels
 from vllm_fl.dispatch._runtime import is_one_of_several_ranks
 from vllm_fl.dispatch._suggest import suggest
@@ -36,10 +40,16 @@ from vllm_fl.integration import vendors
 from vllm_fl.integration.bindings import BINDINGS as PLAIN
 from vllm_fl.integration.bindings import Served
 from vllm_fl.integration.log import logger
+from vllm_fl.integration.opaque import opaque
+from vllm_fl.integration.opaque import shielded
+from vllm_fl.integration.results import Trial
+from vllm_fl.integration.results import checked
+from vllm_fl.integration.results import on_trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_fl.dispatch.resolved import Resolved
     from vllm_fl.integration.bindings import Binding
 
 BINDINGS: tuple[Binding, ...] = (*PLAIN, *moe.BINDINGS, *quantization.BINDINGS)
@@ -198,21 +208,22 @@ def decide(owner: Any, binding: Binding, layer: Any) -> None:
     from vllm.config import get_current_vllm_config
 
     own = getattr(owner, binding.attribute)
-    name = type(owner).__name__.removeprefix("Served")
+    name = _name(owner)
     try:
         vllm_config = get_current_vllm_config()
         engine.begin(vllm_config)
         reason = _why_native(owner, binding, layer)
         if reason is None:
             compiled = bool(vllm_config.compilation_config.mode)
-            chosen, form, operator = _operator(layer, binding, own, compiled=compiled)
+            choice = _operator(layer, binding, own, compiled=compiled)
         else:
-            chosen, form, operator = NATIVE, "plain", None
+            choice = _Choice(NATIVE, "plain", None, reason)
+        chosen, form, operator = choice.impl_id, choice.form, choice.operator
         if operator is not None:
-            _say_once(f"vllm-fl: {name} is served by {chosen} ({binding.op_name}, {form})")
+            _say_once(f"vllm-fl: {name} is served by {chosen} ({binding.op_name}, {form}){choice.note}")
             _warn_of_the_reference(name, binding.op_name, chosen)
         else:
-            _native[name] = reason or "the policy chooses it"
+            _native[name] = choice.note
             _say_once(f"vllm-fl: {name} stays vLLM's own: {_native[name]}")
     except (PolicyError, NoImplementationError, _ExplicitFailure):
         raise
@@ -237,6 +248,10 @@ def decide(owner: Any, binding: Binding, layer: Any) -> None:
             record.layer(name, binding.op_name, chosen, form)
             if operator is None:
                 setattr(owner, binding.attribute, trace.recorded(binding.op_name, NATIVE, own))
+
+
+def _name(layer: Any) -> str:
+    return type(layer).__name__.removeprefix("Served")
 
 
 def _why_native(owner: Any, binding: Binding, layer: Any) -> str | None:
@@ -264,28 +279,52 @@ class _ExplicitFailure(Exception):  # noqa: N818 - wraps what the implementation
     """What the user asked for in so many words fails: that stops the start."""
 
 
-def _operator(
-    layer: Any, binding: Binding, own: Callable[..., Any], *, compiled: bool
-) -> tuple[str, str, Callable[..., Any] | None]:
-    """Return the implementation's id, its form and what the layer calls; None for native."""
-    manager = get_default_manager()
+@dataclass(frozen=True)
+class _Choice:
+    """What a layer runs: ``operator`` is what it calls, None for vLLM's own path; ``note`` says more."""
+
+    impl_id: str
+    form: str
+    operator: Callable[..., Any] | None
+    note: str = ""
+
+
+def _operator(layer: Any, binding: Binding, own: Callable[..., Any], *, compiled: bool) -> _Choice:
+    manager, op_name = get_default_manager(), binding.op_name
+    operator = manager.snapshot().operators[op_name]
     native = binding.native(own)
-    is_tuned = bool(get_policy().measured(binding.op_name))
+    is_tuned = bool(get_policy().measured(op_name))
+    # Traced code looks at no rows, and a tuned table is one of them.
+    is_traced = compiled and binding.is_traced and not is_tuned
+    resolve = functools.partial(manager.resolve_with_native, op_name, only_traceable=is_traced)
     while True:
-        is_traced = compiled and binding.is_traced
-        resolved = manager.resolve_with_native(binding.op_name, native, only_traceable=is_traced)
-        impl_id = resolved.candidates[0].impl_id
-        if impl_id == NATIVE and (compiled or not is_tuned):
-            return NATIVE, "plain", None
-        form, function = resolved.decision.form, resolved.fn
-        # Traced code looks at no rows, and a tuned table is one of them.
-        if compiled and (is_tuned or not (is_traced and resolved.candidates[0].traceable)):
-            form, function = "opaque", _opaque(binding)
+        resolved = resolve(native)
+        first = resolved.candidates[0]
+        if first.impl_id == NATIVE and (compiled or not is_tuned):
+            return _Choice(NATIVE, "plain", None, "the policy chooses it")
+        is_opaque = compiled and not (is_traced and first.traceable)
+        # What is tried is watched; what a layer calls later is not, but in the opaque form.
+        watch = functools.partial(shielded if is_opaque else checked, operator)
+        if is_opaque:
+            watch = functools.partial(watch, is_set_aside=manager.is_set_aside)
+        own_path = watch(Candidate(NATIVE, native, writes=operator.mutates))
+        watched = resolve(own_path.fn, wrap=watch)
+        function = opaque(operator, watched) if is_opaque else watched.fn
+        form = "opaque" if is_opaque else resolved.decision.form
+        try_out = functools.partial(_first_calls, layer, binding, watched, form, function)
+        # vLLM's own path is in the function, or needs to be chosen now.
         has_native = any(report.impl_id == NATIVE for report in resolved.decision.usable)
-        # Inside the function a failure is passed on to vLLM's own path, or left to us.
-        passes_on = form != "opaque" and any(one.impl_id == NATIVE for one in resolved.candidates)
+        passes_on = any(one.impl_id == NATIVE for one in watched.candidates)
         try:
-            is_taken = _first_calls(layer, binding, impl_id, form, function)
+            trial = try_out()
+            gives_up = passes_on and is_opaque and trial.ran == NATIVE
+            if first.impl_id in trial.refused and (gives_up or not passes_on) and has_native:
+                # Every call would cost more than what a compiler makes of vLLM's own path.
+                more = try_out(rows=_MORE_ROWS)
+                if first.impl_id in more.refused and more.ran in (NATIVE, None):
+                    why = trial.refused[first.impl_id]
+                    manager.note_trial(op_name, first.impl_id, f"refused the trial of {_name(layer)} ({why})")
+                    return _Choice(NATIVE, "plain", None, f"{first.impl_id} does not take its inputs: {why}")
         except Exception as error:
             is_alone = not is_one_of_several_ranks()
             if get_policy().strict or not has_native or not is_alone:
@@ -293,66 +332,78 @@ def _operator(
                     "the policy leaves nothing else" if is_alone else "one rank of several runs nothing else"
                 )
                 raise _ExplicitFailure(
-                    f"{impl_id} failed on its first call of {binding.op_name}, and {why}: "
+                    f"{first.impl_id} failed on its first call of {op_name}, and {why}: "
                     f"{type(error).__name__}: {error}"
                 ) from error
             if passes_on or is_fatal(error):
                 raise
             # No candidate inside the function, and right for this layer.
-            manager.set_aside(binding.op_name, impl_id, error)
+            manager.set_aside(op_name, first.impl_id, error)
             continue
-        if not is_taken and has_native and not passes_on:
-            _say_once(f"vllm-fl: {impl_id} does not take the inputs of {type(layer).__name__}")
-            return NATIVE, "plain", None
-        if impl_id not in manager.get_failed_impls(binding.op_name).get(binding.op_name, ()):
-            return impl_id, form, function
+        if first.impl_id not in manager.get_failed_impls(op_name).get(op_name, ()):
+            note = ""
+            if first.impl_id in trial.refused:
+                why, other = trial.refused[first.impl_id], trial.ran or "nothing"
+                note = f"; {first.impl_id} refused the trial of one row ({why}), which {other} ran"
+                refused = f"refused the trial of {_name(layer)} with one row ({why}), which {other} ran"
+                manager.note_trial(op_name, first.impl_id, refused)
+            return _Choice(first.impl_id, form, function if is_opaque else resolve(native).fn, note)
 
 
-def _opaque(binding: Binding) -> Callable[..., Any]:
-    from vllm_fl.integration import opaque
+#: Of a second trial, where one row is refused: kernels that take whole blocks take them.
+_MORE_ROWS = 64
 
-    manager = get_default_manager()
-    operator = manager.snapshot().operators[binding.op_name]
-    resolved = manager.resolve_with_native(
-        binding.op_name, None, wrap=lambda candidate: opaque.checked(operator, candidate)
-    )
-    return opaque.opaque(operator, resolved)
+#: What has run once, and what came of it: operator, candidates, form and the kind of arguments.
+_tried: dict[tuple[Any, ...], Trial] = {}
 
 
-#: What has run once: operator, implementation, form and the kind of arguments.
-_tried: set[tuple[Any, ...]] = set()
-
-
-def _first_calls(layer: Any, binding: Binding, impl_id: str, form: str, function: Callable[..., Any]) -> bool:
+def _first_calls(
+    layer: Any, binding: Binding, watched: Resolved, form: str, function: Callable[..., Any], rows: int = 1
+) -> Trial:
     """Run the operator on tiny inputs: kernels that fail to compile fail here.
 
     That spends the copies that a first success needs, before vLLM measures its
     memory, and lets everything run before a graph is captured.
 
     Returns:
-        Whether it takes such inputs.
+        Who ran, and who refused.
     """
     record = trace.recorder()
     keywords = binding.keywords(layer)
-    for arguments in binding.examples(layer):
-        first = arguments[0]
+    first, whole = watched.candidates[0], Trial()
+    for example in binding.examples(layer):
+        arguments = [_repeated(value, rows) for value in example]
+        selector = arguments[0]
         shapes = [getattr(argument, "shape", argument is None) for argument in arguments]
-        kind = (first.dtype, str(first.device), *shapes, *keywords.values())
-        key = (binding.op_name, impl_id, form, *kind)
-        if key in _tried or first.device.type == "meta":
+        kind = (selector.dtype, str(selector.device), *shapes, *keywords.values())
+        key = (binding.op_name, *(one.impl_id for one in watched.candidates), form, *kind)
+        if selector.device.type == "meta":
             continue
-        try:
-            if record is not None:
-                record.is_paused = True
-            with torch.no_grad():
-                function(*arguments, **keywords)
-        except NotImplementedError:
-            return False
-        finally:
-            if record is not None:
-                record.is_paused = False
-        _tried.add(key)
-    return True
+        if key not in _tried:
+            try:
+                if record is not None:
+                    record.is_paused = True
+                with torch.no_grad(), on_trial() as trial:
+                    function(*arguments, **keywords)
+            except NotImplementedError:
+                trial.ran = None
+            finally:
+                if record is not None:
+                    record.is_paused = False
+            if trial.ran != first.impl_id and first.supports is not None:
+                reason = _predicate.refusal(first.supports, tuple(arguments), keywords)
+                if reason:
+                    trial.refused.setdefault(first.impl_id, reason)
+            _tried[key] = trial
+        whole.ran = _tried[key].ran
+        whole.refused |= _tried[key].refused
+    return whole
+
+
+def _repeated(value: Any, rows: int) -> Any:
+    if rows == 1 or not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != 1:
+        return value
+    return value.repeat(rows, *[1] * (value.dim() - 1))
 
 
 #: The layers of this process that are vLLM's own, and why.

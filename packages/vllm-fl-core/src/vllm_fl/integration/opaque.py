@@ -1,15 +1,22 @@
 """The opaque form: a registered torch operator around a resolved operator.
 
 What Dynamo cannot trace is called through one. The failure rules, the choice by
-predicate and the counter live inside it, so that they hold in compiled code too.
-All layers share it, so that vLLM's own path, which has a layer's weights, is no
-candidate inside it: where nothing else is left, the exception is raised.
-It is named ``vllm_fl::<form>__<implementation>``, and registered when a layer is
-built, never while one is traced.
+predicate, vLLM's own path and the counter live inside it, so that they hold in
+compiled code too. It is named ``vllm_fl::<form>__<implementation>``, and registered
+when a layer is built, never while one is traced.
+
+Layers share the torch operator, and each has candidates of its own: vLLM's own path
+has the layer's weights, and another engine of the process another policy. So every
+call brings the layer's ticket, a tensor with its number. A compiler takes a tensor
+for an input, so that the graphs of all layers are one, and one that was compiled by
+another process calls the layers of this one. A number or a name would be a constant
+of the graph.
 """
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
@@ -17,6 +24,7 @@ from typing import Any
 import torch
 
 from vllm_fl.dispatch import RefusedBeforeWriting
+from vllm_fl.integration.results import checked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,66 +36,53 @@ if TYPE_CHECKING:
 
 # "Library.define" and never "custom_op", which costs several times as much a call.
 _library: Any = torch.library.Library("vllm_fl", "FRAGMENT")  # type: ignore[no-untyped-call]
+_registered: dict[str, Callable[..., Any]] = {}
 
-# Looked up at every call, so that another engine's choice takes the place of an
-# earlier one under the same name.
-_kernels: dict[str, Callable[..., Any]] = {}
+#: What each ticket calls. Weakly: it has the layer's weights, and the layer has it.
+_kernels: dict[int, weakref.ref[Callable[..., Any]]] = {}
+_numbers = itertools.count()
 
 
-def checked(operator: Operator, candidate: Candidate) -> Candidate:
-    """Return the candidate with its first result checked.
+def shielded(operator: Operator, candidate: Candidate, **how: Any) -> Candidate:
+    """Return the candidate as :func:`opaque` needs it, one that does what the torch schema says.
 
-    A compiler takes what an operator returns for new and contiguous memory, as
-    the fake says; where it is not, the results are silently wrong. With and
-    without an optional tensor an implementation may do two things, so that each
-    is checked.
+    Its results are :func:`~vllm_fl.integration.results.checked`, which takes ``how``. A
+    functional schema promises that nothing is written: what the candidate may write is
+    copied for it. So nothing is lost where it fails, and the next candidate may run.
     """
-    fn = candidate.fn
     names = list(operator.signature.parameters)
-    in_place = {names.index(name) for form in operator.forms for name in form.result}
-    # What it may write is a copy where something is returned; see `_registered`.
-    ours = in_place | {names.index(name) for name in candidate.writes}
-    seen: set[tuple[bool, ...]] = set()
+    copied = [
+        ([names.index(name) for name in form.present], [names.index(name) for name in form.donated])
+        for form in operator.forms
+        if set(candidate.writes).intersection(form.donated)
+    ]
+    donated = {name for form in operator.forms for name in form.donated}
+    writes, fn = tuple(name for name in candidate.writes if name not in donated), candidate.fn
 
-    def first_result_checked(*args: Any, **kwargs: Any) -> Any:
-        result = fn(*args, **kwargs)
-        given = tuple(arg is not None for arg in args)
-        if given not in seen:
-            inputs = [a for i, a in enumerate(args) if isinstance(a, torch.Tensor) and i not in ours]
-            for out in result if isinstance(result, tuple) else (result,):
-                if isinstance(out, torch.Tensor) and not any(out is args[i] for i in in_place):
-                    _check(candidate.impl_id, operator.name, out, inputs)
-            seen.add(given)
-        return result
+    def copying(*args: Any, **kwargs: Any) -> Any:
+        values = list(args)
+        for present, places in copied:
+            if all(args[place] is not None for place in present):
+                for place in places:
+                    values[place] = args[place].clone(memory_format=torch.contiguous_format)
+        return fn(*values, **kwargs)
 
-    return replace(candidate, fn=first_result_checked)
-
-
-def _check(impl_id: str, op_name: str, out: torch.Tensor, inputs: list[torch.Tensor]) -> None:
-    if not out.is_contiguous():
-        raise RuntimeError(f"{impl_id} of {op_name} returns a tensor that is not contiguous")
-    if out.numel() and any(_shares_memory(out, one) for one in inputs):
-        raise RuntimeError(f"{impl_id} of {op_name} returns one of its arguments, or a view of it")
-
-
-def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    copier = replace(candidate, fn=copying if copied else fn, writes=writes)
+    return checked(operator, copier, keeps_all=True, **how)
 
 
 def opaque(operator: Operator, resolved: Resolved) -> Callable[..., Any]:
-    """Register the torch operators of ``resolved`` and return what calls them.
+    """Return what calls ``resolved`` through torch operators, which are registered for it.
 
     Args:
         operator: the declaration; its forms are registered.
-        resolved: made of :func:`checked` candidates.
-
-    Returns:
-        A function that takes the operator's arguments and that Dynamo can trace.
+        resolved: made of :func:`shielded` candidates.
     """
     impl_id = resolved.candidates[0].impl_id
-    writes = {name for candidate in resolved.candidates for name in candidate.writes}
-    ops = [_registered(operator, form, impl_id, resolved.fn, writes) for form in operator.forms]
-    forms = list(zip(operator.forms, ops, strict=True))
+    forms = []
+    for form in operator.forms:
+        kernel = _kernel(operator, form, resolved.fn)
+        forms.append((form, _torch_operator(operator, form, impl_id), _ticket(kernel), kernel))
     parameters = list(operator.signature.parameters.values())
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +90,7 @@ def opaque(operator: Operator, resolved: Resolved) -> Callable[..., Any]:
         for parameter, value in zip(parameters, args, strict=False):
             values[parameter.name] = value
         values.update(kwargs)
-        for form, op in forms:
+        for form, op, ticket, _ in forms:
             if any(values[name] is None for name in form.present):
                 continue
             fixed = form.fixed or {}
@@ -108,7 +103,7 @@ def opaque(operator: Operator, resolved: Resolved) -> Callable[..., Any]:
                                 values[written] = values[written].clone(memory_format=torch.contiguous_format)
             elif any(values[name] is not value for name, value in fixed.items()):
                 continue
-            result = op(*[values[p.name] for p in parameters if p.name not in fixed])
+            result = op(*[values[p.name] for p in parameters if p.name not in fixed], ticket)
             if not form.in_place:
                 return result
             returned = tuple(values[name] for name in form.result)
@@ -118,45 +113,59 @@ def opaque(operator: Operator, resolved: Resolved) -> Callable[..., Any]:
     return call
 
 
-def _registered(
-    operator: Operator, form: TorchForm, impl_id: str, fn: Callable[..., Any], writes: set[str]
-) -> Callable[..., Any]:
-    name = f"{form.name}__{impl_id.replace('.', '_').replace('-', '_')}"
+def _ticket(kernel: Callable[..., Any]) -> torch.Tensor:
+    number = next(_numbers)
+    _kernels[number] = weakref.ref(kernel, lambda _: _kernels.pop(number, None))
+    # On the host, where reading it waits for no device and may happen in a graph capture;
+    # of one dimension, since a compiler may move what has none to the device.
+    with torch.inference_mode(False):
+        return torch.tensor([number], device="cpu")
+
+
+def _by_position(operator: Operator, form: TorchForm) -> Callable[..., Any]:
+    """Return what sorts a torch operator's arguments into the operator's own."""
     parameters = form.parameters(operator.signature)
     fixed = dict(form.fixed or {})
-    # A functional schema promises that nothing is written; what an implementation
-    # may write is copied for it.
-    copied = writes.intersection(form.donated)
+    every = list(operator.signature.parameters.values())
 
     def arguments(args: tuple[Any, ...]) -> tuple[list[Any], dict[str, Any]]:
         values = {p.name: value for p, value in zip(parameters, args, strict=True)} | fixed
-        every = operator.signature.parameters.values()
         keywords = {p.name: values[p.name] for p in every if p.kind is p.KEYWORD_ONLY}
         return [values[p.name] for p in every if p.kind is not p.KEYWORD_ONLY], keywords
 
+    return arguments
+
+
+def _kernel(operator: Operator, form: TorchForm, fn: Callable[..., Any]) -> Callable[..., Any]:
+    arguments = _by_position(operator, form)
+
     def kernel(*args: Any) -> Any:
-        if copied:
-            args = tuple(
-                value.clone(memory_format=torch.contiguous_format)
-                if p.name in copied and value is not None
-                else value
-                for p, value in zip(parameters, args, strict=True)
-            )
         positional, keywords = arguments(args)
         result = fn(*positional, **keywords)
         return None if form.in_place else result
 
-    is_new = name not in _kernels
-    _kernels[name] = kernel
-    if is_new:
-        _library.define(name + form.schema(operator.signature))
-        _library.impl(name, lambda *args: _kernels[name](*args), "CompositeExplicitAutograd")
+    return kernel
+
+
+def _torch_operator(operator: Operator, form: TorchForm, impl_id: str) -> Callable[..., Any]:
+    name = f"{form.name}__{impl_id.replace('.', '_').replace('-', '_')}"
+    if name not in _registered:
+
+        def kernel(*args: Any) -> Any:
+            its = _kernels[args[-1].item()]()
+            assert its is not None, "a layer that is gone is called"
+            return its(*args[:-1])
 
         def fake(*args: Any) -> Any:
             if form.in_place or operator.fake is None:
                 return None
-            positional, keywords = arguments(args)
+            positional, keywords = arguments(args[:-1])
             return operator.fake(torch, *positional, **keywords)
 
+        arguments = _by_position(operator, form)
+        schema = form.schema(operator.signature).replace(") -> ", ", Tensor ticket) -> ", 1)
+        _library.define(name + schema)
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"vllm_fl::{name}", fake, lib=_library)
-    return getattr(torch.ops.vllm_fl, name).default  # type: ignore[no-any-return]
+        _registered[name] = getattr(torch.ops.vllm_fl, name).default
+    return _registered[name]
