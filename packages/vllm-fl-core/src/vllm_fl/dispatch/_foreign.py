@@ -108,8 +108,11 @@ def _codes_of_handlers() -> set[Any]:
 def _is_raised_there(traceback: TracebackType) -> bool:
     import dis  # only for this question
 
-    code = traceback.tb_frame.f_code.co_code
-    return 0 <= traceback.tb_lasti < len(code) and dis.opname[code[traceback.tb_lasti]] in _RAISING
+    code, last = traceback.tb_frame.f_code.co_code, traceback.tb_lasti
+    # From Python 3.13 on what a generator's first ``throw`` raises stands behind that instruction.
+    if 2 <= last < len(code) and dis.opname[code[last]] == "POP_TOP":
+        last -= 2
+    return 0 <= last < len(code) and dis.opname[code[last]] in _RAISING
 
 
 def unfit(fn: object) -> str | None:
