@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -60,6 +62,16 @@ def of(path):
     )
     (_, fits), *_ = attention.steps(Dispatched(impl, OPERATORS["attention_backend"]), CPU, True)
     return fits(1.0)
+
+
+def test_a_library_that_draws_where_it_is_imported_is_no_fault():
+    def answer(use_mla=False, use_sparse=False, *, selector=None):
+        random.random()
+        return PATH
+
+    impl = OpImpl("attention_backend", "vendor.planted", BackendImplKind.VENDOR, answer, vendor="planted")
+    found = Dispatched(impl, OPERATORS["attention_backend"])
+    assert attention.path_of(found) == PATH
 
 
 def test_a_class_that_fits():

@@ -10,6 +10,7 @@ implementation that ran would be seen.
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
@@ -121,8 +122,11 @@ class Dispatched:
         """
         args, kwargs = self.bound(arguments)
         self.ran.clear()
-        device = next((x.device for x in tensors_of(arguments.values())), torch.device("cpu"))
-        with policy_context(self.policy), threads(self._threads), left_alone(device):
+        device = next((x.device for x in tensors_of(arguments.values())), None)
+        # Without a tensor it computes nothing: it answers which class does, whose library
+        # may change the process where it is imported.
+        watched = nullcontext() if device is None else left_alone(device)
+        with policy_context(self.policy), threads(self._threads), watched:
             result = self._counting.call(self.operator.name, *args, **kwargs)
         if self.ran != [self.impl.impl_id]:
             raise AnotherRanError(
