@@ -323,10 +323,11 @@ def _tried(
         trial.refused[candidate.impl_id] = str(refusal) or type(refusal).__name__
         raise
     trial.ran = candidate.impl_id
+    settled = _settled(promise, kept, result, args, candidate.impl_id, operator.name, is_strict=True)
     for place, before in copies:
         if candidate.impl_id != NATIVE and not torch.allclose(args[place], before, 0, 0, equal_nan=True):
             name = list(operator.signature.parameters)[place]
             raise BrokenPromiseError(
                 f"{candidate.impl_id} of {operator.name} writes {name!r}, which it must not"
             )
-    return _settled(promise, kept, result, args, candidate.impl_id, operator.name, is_strict=True)
+    return settled
