@@ -75,7 +75,19 @@ SERVED = {
 
 SUBCLASSES = "RotaryEmbedding's subclasses"
 NAMESAKES = "classes of one name"
-ALL_NAMES = (*(need.name for need in NEEDS), SUBCLASSES, NAMESAKES)
+KEPT = "layers that a process keeps"
+ALL_NAMES = (*(need.name for need in NEEDS), SUBCLASSES, NAMESAKES, KEPT)
+
+#: What makes a layer that is served, or chooses attention.
+_MAKERS = {*SERVED, "get_rope", "get_act_and_mul_fn", "get_attn_backend_cls"}
+#: Where it is kept beyond an engine, and engine.py sees to it.
+FORGOTTEN = {
+    f"{LAYERS}.activation:_ACTIVATION_AND_MUL_REGISTRY",
+    f"{LAYERS}.quantization.utils.marlin_utils:get__quant_fp8_method",
+    f"{_ROPE}:get_rope",
+    "vllm.model_executor.models.gemma:_get_gemma_act_fn",
+    "vllm.v1.attention.selector:_cached_get_attn_backend",
+}
 
 #: What a subclass that we serve may define: it changes the values in the cache, and no computation.
 HARMLESS = {
@@ -270,12 +282,54 @@ def _namesakes(source: Source, served: dict[str, str]) -> list[str]:
     return found
 
 
+def _makes(node: ast.AST) -> bool:
+    for one in ast.walk(node):
+        function = one.func if isinstance(one, ast.Call) else None
+        name = getattr(function, "id", getattr(function, "attr", ""))
+        if name in _MAKERS or name.endswith("RotaryEmbedding"):
+            return True
+    return False
+
+
+def _kept(source: Source) -> list[str]:
+    """Return what outlives an engine and holds a layer: globals, class attributes, cached functions."""
+    found = set()
+    for module in source.modules(rf"\b({'|'.join(sorted(_MAKERS))}|\w*RotaryEmbedding)\("):
+        tree = source.tree(module) or ast.Module([], [])
+        of_module = {name for line in tree.body for name in _names(line)}
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef)):
+                lines = [line for line in node.body if isinstance(line, ast.Assign) and _makes(line.value)]
+                found |= {f"{module}:{name}" for line in lines for name in _names(line)}
+            elif isinstance(node, ast.FunctionDef) and _makes(node) and _keeps(node, of_module):
+                found.add(f"{module}:{node.name}")
+    return sorted(found)
+
+
+def _keeps(function: ast.FunctionDef, of_module: set[str]) -> bool:
+    """Say whether a function is cached, or stores a layer in a global."""
+    if any(re.search(r"\b(lru_)?cache\b", ast.unparse(one)) for one in function.decorator_list):
+        return True
+    inside = list(ast.walk(function))
+    assigned = [node for node in inside if isinstance(node, ast.Assign)]
+    layers = {name for node in assigned if _makes(node.value) for name in _names(node)}
+    declared = {name for node in inside if isinstance(node, ast.Global) for name in node.names}
+    for node in assigned:
+        if _makes(node.value) or (isinstance(node.value, ast.Name) and node.value.id in layers):
+            owners = [one.value for one in node.targets if isinstance(one, ast.Subscript)]
+            holders = {one.id for one in owners if isinstance(one, ast.Name)}
+            if holders & of_module or _names(node) & declared:
+                return True
+    return False
+
+
 def read_facts(source: Source) -> Facts:
     """Return what the integration relies on, as this vLLM has it."""
     subclasses = _subclasses(source)
     served = {name: fact["module"] for name, fact in subclasses.items() if not fact["own_forward"]} | SERVED
     facts: Facts = {need.name: _fact(source, need) for need in NEEDS}
-    return {"version": source.version, **facts, SUBCLASSES: subclasses, NAMESAKES: _namesakes(source, served)}
+    more = {SUBCLASSES: subclasses, NAMESAKES: _namesakes(source, served), KEPT: _kept(source)}
+    return {"version": source.version, **facts, **more}
 
 
 # -- judging -------------------------------------------------------------------
@@ -315,6 +369,9 @@ def problems(facts: Facts) -> dict[str, str]:
         found[SUBCLASSES] = "there is none"
     if facts[NAMESAKES]:
         found[NAMESAKES] = f"{facts[NAMESAKES][0]} has the name of a class that we serve"
+    more = [place for place in facts[KEPT] if place not in FORGOTTEN]
+    if more:
+        found[KEPT] = f"{more[0]} keeps a layer that the next engine would get"
     return {name: text for name, text in found.items() if text}
 
 
@@ -396,6 +453,7 @@ def report(every: dict[str, Facts]) -> int:
     why = {need.name: need.why for need in NEEDS}
     why[SUBCLASSES] = "one without a forward of its own is served by its base's computation"
     why[NAMESAKES] = "vLLM replaces a class by its name alone"
+    why[KEPT] = "a second engine of a process may have another policy"
     for version, texts in moved.items():
         for name, text in texts.items():
             print(f"\nvLLM {version}: {name} moved: {text}")

@@ -274,6 +274,35 @@ def test_a_class_of_a_served_name_is_named(small: Path, name: str) -> None:
     assert f"a_model:{name}" in _problems(check.Source(small))[check.NAMESAKES]
 
 
+_KEEPERS = {
+    "_CACHE": "_CACHE = {'silu': SiluAndMul()}",
+    "Model.act": "class Model:\n    act = GeluAndMul(approximate='tanh')",
+    "make": "@functools.lru_cache(maxsize=None)\ndef make(name):\n    return get_rope(name)",
+    "keep": "_KEPT = {}\ndef keep(key):\n    layer = Llama3RotaryEmbedding()\n    _KEPT[key] = layer",
+    "once": "_norm = None\ndef once():\n    global _norm\n    _norm = RMSNorm(8)",
+}
+
+
+@pytest.mark.parametrize("name", _KEEPERS)
+def test_a_layer_that_outlives_its_engine_is_named(small: Path, name: str) -> None:
+    model = small / "vllm" / "model_executor" / "models" / "a_model.py"
+    model.write_text("class Model:\n    def __init__(self):\n        self.norm = RMSNorm(8)\n")
+    assert _problems(check.Source(small)) == {}
+    model.write_text(f"{_KEEPERS[name]}\n")
+    last = name.rpartition(".")[2]
+    assert f"a_model:{last} keeps a layer" in _problems(check.Source(small))[check.KEPT]
+
+
+def test_what_is_kept_is_forgotten() -> None:
+    pytest.importorskip("vllm_fl")
+    pytest.importorskip("torch")
+    from vllm_fl.integration import engine
+
+    assert {place.partition(":")[0] for place in check.FORGOTTEN} == set(engine._SHARED)
+    for version, facts in RECORDED.items():
+        assert set(facts[check.KEPT]) == check.FORGOTTEN, version
+
+
 def test_differences_say_what_reads_otherwise(small: Path) -> None:
     before = check.read_facts(check.Source(small))
     source = check.Source(small)

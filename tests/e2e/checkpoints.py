@@ -54,6 +54,22 @@ _LLAMA3_ROPE: Final[dict[str, Any]] = {
     "original_max_position_embeddings": 64,
 }
 
+_LATENT: Final[dict[str, Any]] = {
+    **{name: value for name, value in _COMMON.items() if name != "head_dim"},
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    # Dense layers only: experts are tested with another model.
+    "first_k_dense_replace": 2,
+    "moe_intermediate_size": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -93,6 +109,11 @@ RECIPES: Final[dict[str, Recipe]] = {
         "GemmaConfig",
         "GemmaForCausalLM",
         {**_COMMON, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"},
+    ),
+    # Latent attention: rotary queries that are a slice of every head, and a key of one head.
+    "deepseek_v2": Recipe("DeepseekV2Config", "DeepseekV2ForCausalLM", _LATENT),
+    "glm4_moe_lite": Recipe(
+        "Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM", {**_LATENT, "n_group": 1, "topk_group": 1}
     ),
 }
 

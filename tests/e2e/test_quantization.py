@@ -327,9 +327,49 @@ def test_int8_that_stays_native(
     assert torch.isfinite(result).all()
     assert asked.calls == 0
     kernel, layer = _int8_linear()
-    quantization._chosen["onednn_scaled_int8_quant"] = counted
     kernel.apply_weights(layer, _random(5, 64))
-    assert asked.calls == 1
+    assert quantization._chosen["onednn_scaled_int8_quant"] is kernel._vllm_fl_operator
+
+
+@pytest.mark.parametrize("order", [("reference", "native"), ("native", "reference")])
+def test_int8_of_two_engines_alive(in_vllm: list[str], without_amx: None, order: tuple[str, str]) -> None:
+    """They call one function of vLLM's, each with its own choice."""
+    from vllm_fl.dispatch import SelectionPolicy
+    from vllm_fl.dispatch import policy_context
+    from vllm_fl.integration import quantization
+
+    built = {}
+    for prefer in order:
+        with policy_context(SelectionPolicy.from_dict(prefer=prefer)):
+            built[prefer] = _int8_linear()
+    for prefer in (*order, *reversed(order)):
+        kernel, layer = built[prefer]
+        kernel.apply_weights(layer, _random(5, 64))
+        chosen = quantization._chosen["onednn_scaled_int8_quant"]
+        served = getattr(kernel, "_vllm_fl_operator", None)
+        assert (served is not None) is (prefer == "reference")
+        assert chosen is (served or kernel._vllm_fl_quantize)
+
+
+def test_the_layer_that_marlins_engines_share(in_vllm: list[str]) -> None:
+    """It is called by its name, by every engine: the second one leaves it to vLLM, and breaks nothing."""
+    import torch
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    from vllm_fl.integration import engine
+
+    marlin_utils._quant_fp8_method = None
+    try:
+        layer = marlin_utils.get__quant_fp8_method()
+        assert layer._forward_method == layer.forward_vllm_fl
+        layer._vllm_fl_own = layer.forward_native  # vLLM's CPU build has no kernel for it
+        engine.forget_shared_layers()
+        assert marlin_utils.get__quant_fp8_method() is layer
+        assert layer._forward_method == layer.forward_native
+        quantized, scales = marlin_utils.marlin_quant_input(_random(5, 64), torch.float8_e4m3fn)
+        torch.testing.assert_close(quantized.float() * scales, _random(5, 64), rtol=0.1, atol=0.05)
+    finally:
+        marlin_utils._quant_fp8_method = None
 
 
 def test_int8_inside_of_a_product_stays_native(in_vllm: list[str]) -> None:

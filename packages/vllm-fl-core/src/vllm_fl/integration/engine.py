@@ -25,6 +25,8 @@ from vllm_fl.integration import ranks
 from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm_fl.dispatch import Plan
 
 #: The entry of vLLM's ``additional_config``.
@@ -81,14 +83,34 @@ def ship_policy(engine_args: Any) -> None:
     engine_args.additional_config = {**given, KEY: shipped}
 
 
-def forget_shared_layers() -> None:
-    """Let an engine get no rotary layer of an earlier one, which had another policy.
+#: What vLLM keeps for the process, by the module that keeps it, and how it is emptied:
+#: layers of ours, and the attention that we chose. An engine holds its own by attribute,
+#: so that emptying these takes nothing away from one that is alive.
+_SHARED: dict[str, Callable[[Any], None]] = {
+    "vllm.model_executor.layers.activation": lambda it: it._ACTIVATION_AND_MUL_REGISTRY._dict.clear(),
+    "vllm.model_executor.layers.quantization.utils.marlin_utils": lambda it: _leave_to_vllm(
+        it._quant_fp8_method
+    ),
+    "vllm.model_executor.layers.rotary_embedding": lambda it: it._ROPE_DICT.clear(),
+    "vllm.model_executor.models.gemma": lambda it: it._get_gemma_act_fn.cache_clear(),
+    "vllm.v1.attention.selector": lambda it: it._cached_get_attn_backend.cache_clear(),
+}
 
-    vLLM keeps them for the process, and asks for one before it builds any layer.
-    """
-    rotary_embedding = sys.modules.get("vllm.model_executor.layers.rotary_embedding")
-    if rotary_embedding is not None:
-        rotary_embedding._ROPE_DICT.clear()
+
+def forget_shared_layers() -> None:
+    """Let the engine that begins get no layer of an earlier one, which had another policy."""
+    for name, forget in _SHARED.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            forget(module)
+
+
+def _leave_to_vllm(layer: Any) -> None:
+    """Let a layer that every engine of the process calls run vLLM's own path."""
+    if layer is not None and getattr(layer, "_vllm_fl_operator", None) is not None:
+        layer._forward_method = layer._vllm_fl_own
+        layer._vllm_fl_operator = None
+        logger.info("vllm-fl: the activations of Marlin's layers stay vLLM's own, which two engines share")
 
 
 def _is_from_environment(policy: SelectionPolicy) -> bool:

@@ -1,8 +1,8 @@
 """What is installed into vLLM, and when.
 
 At load time as little as possible: the names of our environment variables, a
-wrap of the method that makes an engine's configuration, and a hook on the first
-layer. The layers are replaced when the first one is built: that is after a
+wrap of the methods that make an engine's configuration and an engine, and a hook on
+the first layer. The layers are replaced when the first one is built: that is after a
 vendor's plugin has registered its own, after the device is set, and only in
 processes that build layers at all.
 """
@@ -121,10 +121,31 @@ def _wrap_engine_configuration() -> None:
     @functools.wraps(original)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         engine.ship_policy(self)
-        engine.forget_shared_layers()
+        _wrap_engine_core()
         return original(self, *args, **kwargs)
 
     EngineArgs.create_engine_config = create_engine_config
+
+
+def _wrap_engine_core() -> None:
+    """Let every engine that begins in this process get no layer of an earlier one, once.
+
+    Not when its configuration is made: that of a second engine may be made before the
+    first one is built.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore.__init__
+    if hasattr(original, "__vllm_fl__"):
+        return
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        engine.forget_shared_layers()
+        original(self, *args, **kwargs)
+
+    __init__.__vllm_fl__ = True  # type: ignore[attr-defined]
+    EngineCore.__init__ = __init__
 
 
 def _at_first_layer(function: Callable[[], None]) -> None:

@@ -176,7 +176,25 @@ def _decide_for(
     decide(kernel, INT8, linear)
     if is_served:
         # Not the kernel's method, which would keep its weights alive.
-        _chosen[name] = getattr(kernel, "_vllm_fl_operator", None) or kernel._vllm_fl_quantize
+        operator = getattr(kernel, "_vllm_fl_operator", None) or kernel._vllm_fl_quantize
+        caller = "linear_method" if hasattr(kernel, "linear_method") else "apply_weights"
+        setattr(kernel, caller, _choosing(name, operator, getattr(kernel, caller)))
+        _chosen[name] = operator
+
+
+def _choosing(name: str, operator: Callable[..., Any], apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what a kernel calls for its product, with its own engine's choice for the function.
+
+    A compiler traces it while the engine is built, and the choice is that engine's then.
+    """
+
+    @functools.wraps(apply)
+    def apply_with_choice(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _chosen[name] = operator
+        return apply(*args, **kwargs)
+
+    return apply_with_choice
 
 
 def _wrapped(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
