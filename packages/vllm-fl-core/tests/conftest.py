@@ -30,6 +30,8 @@ def fresh_dispatch(
     for name in list(os.environ):
         if name.startswith("VLLM_FL_"):
             monkeypatch.delenv(name)
+    # The lines of a help are those of a terminal of the usual width, whichever this is.
+    monkeypatch.setenv("COLUMNS", "80")
     # On a busy machine anything may be slow; who tests the warning sets its own time.
     monkeypatch.setattr(_watch, "SLOW_SECONDS", 3600.0)
     _forget()
