@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 #: How long a thread waits for what another one does, before it raises.
-PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 120.0
 _LOOK_EVERY_SECONDS = 0.01
 
 # Which thread waits here for which; polled, because a fork could break a condition's lock.

@@ -78,7 +78,7 @@ lock (:mod:`vllm_fl.dispatch._work`), and where it waits for them in its turn:
   that it imports or a thread that it joins, uses what has been registered so far.
 * A call from a module that ``is_available()`` imports asks the backend itself, and what
   it hears is not kept. Any other call that the answer waits for raises `DispatchError`.
-* A wait that has another cause ends with a `DispatchError` after 30 seconds.
+* A wait that has another cause ends with a `DispatchError` after 120 seconds.
 """
 
 from __future__ import annotations
