@@ -144,17 +144,17 @@ def test_compiled_code_follows_a_constant_of_a_plugin(qwen3: Checkpoint, tmp_pat
         }
         return run_vllm(qwen3, mode="compile", env=env, setup=_ARTIFACTS_LOAD + setup).checked()
 
-    wrong = run(1.5)
+    wrong = run(-8.0)
     assert all(got != right for got, right in zip(wrong.tokens, qwen3.golden, strict=True))
     right = run(1.0)
     assert _LOADED not in right.log
     assert right.tokens == qwen3.golden
     # The code of before: its graph is there, and loaded.
-    again = run(1.5)
+    again = run(-8.0)
     assert _LOADED in again.log
     assert again.tokens == wrong.tokens
     # This test sees a stale graph.
-    assert run(1.5, _NO_CODE_IN_THE_KEY).tokens == wrong.tokens
+    assert run(-8.0, _NO_CODE_IN_THE_KEY).tokens == wrong.tokens
     stale = run(1.0, _NO_CODE_IN_THE_KEY)
     assert _LOADED in stale.log
     assert stale.tokens == wrong.tokens
