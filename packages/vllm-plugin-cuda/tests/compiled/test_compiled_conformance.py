@@ -35,13 +35,26 @@ def truncates() -> bool:
     return bool((total == 1).all())
 
 
+def faults_of_vllm() -> set[tuple[str, str]]:
+    """Return the operator and the name of each case that vLLM's library gets wrong.
+
+    Its AVX2 kernel divides a row of zeros by zero, and its codes are -128 then.
+    """
+    codes, scales = torch.empty(1, 32, dtype=torch.int8), torch.empty(1, 1)
+    torch.ops._C.dynamic_scaled_int8_quant(codes, torch.zeros(1, 32), scales, None)
+    if not codes.any():
+        return set()
+    dtypes = ("float32", "float16", "bfloat16")
+    return {("dynamic_per_token_quant_int8", f"{dtype} a row of zeros") for dtype in dtypes}
+
+
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("tier", [Tier.SMOKE, pytest.param(Tier.FULL, marks=pytest.mark.long)], ids=str)
 def test_conformance(tier):
     known = Path(__file__).with_name("truncating.toml" if truncates() else "rounding.toml")
     options = run.Options(tier=tier, device="cpu", exceptions=known)
     results = list(run.plan("vendor.cuda", options).run())
-    assert [r for r in results if r.is_failure] == []
+    assert {(r.op, r.name) for r in results if r.is_failure} == faults_of_vllm()
     assert [r for r in results if r.status is Status.SKIPPED] == []
     # What a CPU build of vLLM has kernels for.
     assert {r.op for r in results if r.is_case and r.status is Status.PASSED} == {
