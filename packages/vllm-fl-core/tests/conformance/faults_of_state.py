@@ -151,7 +151,9 @@ for by in (by_shape, by_address, by_object_and_version):
 def the_rows_of_the_table_kept_by_the_number_of_tokens(right):
     kept = {}
 
-    def faulty(query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True):
+    def faulty(
+        query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True, cos_sin_cache=None
+    ):
         if position_ids is not None:
             rows = cos.index_select(0, position_ids), sin.index_select(0, position_ids)
             cos, sin = kept.setdefault((query.shape, cos.shape, cos.dtype, position_ids.dtype), rows)
