@@ -427,6 +427,7 @@ def test_what_runs_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
                 {"op_name": "attention_backend", "impl_id": None, "candidates": []},
             ],
             "accelerator": True,
+            "packaged": [],
         },
     }
     monkeypatch.setattr(apart, "ask", lambda question, **_: apart.Answer(answers[question]))
