@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 #: What is told to processes that are to end, and that Python would end without a clean-up.
 _SIGNALS = ("SIGTERM", "SIGHUP")
-_PARENT = "VLLM_FL_CHILD_OF"
+_PARENT = "VLLMFL_CHILD_OF"
 _PR_SET_PDEATHSIG = 1
 
 
