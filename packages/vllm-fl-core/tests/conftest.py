@@ -23,9 +23,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+@pytest.fixture
+def no_variable_left() -> Iterator[None]:
+    """Fail a test that leaves a variable behind: what runs after it would be given another policy."""
+    before = _variables()
+    yield
+    after = _variables()
+    for name in after.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    assert after == before, "set a variable with monkeypatch.setenv"
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("VLLM_FL_")}
+
+
 @pytest.fixture(autouse=True)
 def fresh_dispatch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+    no_variable_left: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[None]:
     for name in list(os.environ):
         if name.startswith("VLLM_FL_"):

@@ -201,8 +201,8 @@ def test_the_doctor(site: Path) -> None:
 
 
 @pytest.mark.usefixtures("site")
-def test_what_nothing_runs_says() -> None:
-    os.environ["VLLM_FL_PER_OP"] = "silu_and_mul=vendor:evil"
+def test_what_nothing_runs_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_PER_OP", "silu_and_mul=vendor:evil")
     with pytest.raises(NoImplementationError) as caught:
         call_op("silu_and_mul", 1)
     assert "\\x1b[2J" in str(caught.value)

@@ -1047,9 +1047,10 @@ class TestTracing:
             query = torch.randn(rows, 4)
             assert torch.equal(compiled(query.clone(), torch.full((4,), 2.0)), query * 2 + 1)
         assert len(graphs) == 1
-        names = {str(n.target) for n in graphs[0].graph.nodes if n.op in ("call_function", "call_method")}
-        assert not {name for name in names if "clone" in name or "copy" in name}
-        assert names == {"mul_", "<built-in function add>"}
+        calls = [node.target for node in graphs[0].graph.nodes if node.op.startswith("call_")]
+        # A sum is a function or a method of its tensor: whatever else the process has imported decides.
+        names = [getattr(target, "__name__", target) for target in calls]
+        assert names == ["mul_", "add"]
         assert set_aside() == ("a" if form == "spent" else "")
 
     def test_a_first_call_that_is_traced_proves_nothing(self, torch: Any, registry: OpRegistry) -> None:
