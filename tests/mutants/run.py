@@ -155,10 +155,13 @@ def _is_a_star(name: str, before: str, after: str) -> bool:
     """Say whether it took the star before keyword-only parameters for a product."""
     if name != "ReplaceBinaryOperator_Mul_Div":
         return False
-    counts = [
-        sum(isinstance(node, ast.Div) for node in ast.walk(ast.parse(code))) for code in (before, after)
-    ]
-    return counts[0] == counts[1]
+    try:
+        quotients = [
+            sum(isinstance(node, ast.Div) for node in ast.walk(ast.parse(code))) for code in (before, after)
+        ]
+    except SyntaxError:  # ``def f(/, x)``
+        return True
+    return quotients[0] == quotients[1]
 
 
 def _difference(before: str, after: str) -> tuple[str, str]:
