@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.conformance.exceptions import ExceptionsError
-from vllm_fl.conformance.exceptions import read
+from vllm_fl.conformance.waivers import WaiverError
+from vllm_fl.conformance.waivers import read
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import call_op
 from vllm_fl.dispatch import policy_from_config
@@ -59,7 +59,7 @@ def test_no_regular_file(
     assert "cannot be read: it is not a regular file" in str(in_time(policy_from_config, str(table)))
     monkeypatch.setenv("VLLM_FL_CONFIG", path)
     assert str(in_time(call_op, "silu_and_mul", 1)).startswith(f"VLLM_FL_CONFIG={path}: cannot be read")
-    assert isinstance(in_time(read, tmp_path / path), ExceptionsError)
+    assert isinstance(in_time(read, tmp_path / path), WaiverError)
 
 
 def bomb(first: str, each: str) -> str:
@@ -96,11 +96,11 @@ def test_a_policy_that_has_no_end(tmp_path: Path, text: str, said: str) -> None:
     assert len(str(error)) < 1000
 
 
-def test_exceptions_that_are_nested_too_deeply(tmp_path: Path) -> None:
-    path = tmp_path / "exceptions.toml"
+def test_waivers_that_are_nested_too_deeply(tmp_path: Path) -> None:
+    path = tmp_path / "waivers.toml"
     path.write_text("x = " + "[" * 10**5)
     error = in_time(read, path)
-    assert isinstance(error, ExceptionsError)
+    assert isinstance(error, WaiverError)
     assert str(error).endswith("it is nested too deeply")
 
 

@@ -15,13 +15,15 @@ from attention_backend import PlainBuilder
 from attention_backend import PlainImpl
 
 from vllm_fl.conformance import attention
-from vllm_fl.conformance import paged
+from vllm_fl.conformance.attention_cases import AttentionCase
+from vllm_fl.conformance.case import Tier
 from vllm_fl.conformance.dispatched import Dispatched
-from vllm_fl.conformance.paged import AttentionCase
+from vllm_fl.conformance.paged import serve
 from vllm_fl.conformance.result import Status
 from vllm_fl.dispatch import OPERATORS
 from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch import OpImpl
+from vllm_fl.integration.fit import problems_of
 
 CPU = torch.device("cpu")
 PATH = "attention_backend.PlainBackend"
@@ -34,22 +36,22 @@ CASES = [
 
 
 def judged(case):
-    return paged.judge(case, lambda selector: PATH, CPU)
+    return serve(case, lambda selector: PATH, CPU)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_right_passes(case):
-    status, note, ratio = judged(case)
-    assert (status, note) == (Status.PASSED, "")
-    assert 0 < ratio < 1
+    verdict = judged(case)
+    assert verdict.note == ""
+    assert 0 < verdict.ratio < 1
 
 
 @pytest.mark.parametrize("fault", attention_backend.FAULTS)
 def test_every_planted_fault_is_caught(fault, monkeypatch):
     monkeypatch.setattr(attention_backend, "FAULT", fault)
     found = [judged(case) for case in CASES]
-    assert Status.FAILED in [status for status, _, _ in found], found
-    assert not any("fault of this case" in note for _, note, _ in found)
+    assert not all(verdict.is_right for verdict in found), found
+    assert not any("fault of this case" in verdict.note for verdict in found)
 
 
 def of(path):
@@ -60,7 +62,7 @@ def of(path):
         lambda use_mla=False, use_sparse=False, *, selector=None: path,
         vendor="planted",
     )
-    (_, fits), *_ = attention.steps(Dispatched(impl, OPERATORS["attention_backend"]), CPU, True)
+    (_, fits), *_ = attention.questions(Dispatched(impl, OPERATORS["attention_backend"]), CPU, Tier.SMOKE)
     return fits(1.0)
 
 
@@ -109,7 +111,7 @@ class NoBuilder(PlainBackend):
     ],
 )
 def test_a_class_that_does_not_fit(changes, note):
-    problems = attention.problems_of(type("Changed", (PlainBackend,), changes))
+    problems = problems_of(type("Changed", (PlainBackend,), changes))
     assert any(note in problem for problem in problems), problems
 
 
@@ -119,4 +121,4 @@ def test_an_impl_without_its_methods():
         (PlainBackend,),
         {"get_impl_cls": staticmethod(lambda: type("Impl", PlainImpl.__bases__, {}))},
     )
-    assert any("Impl.forward is missing" in p for p in attention.problems_of(incomplete))
+    assert any("Impl.forward is missing" in p for p in problems_of(incomplete))

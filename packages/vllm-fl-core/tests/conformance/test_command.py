@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib import metadata
@@ -14,6 +15,8 @@ import pytest
 
 import vllm_fl
 from vllm_fl.cli import main
+
+OPTIONS = "vllm_fl.conformance.pytest_options"
 
 PLUGIN = """
 from vllm_fl.dispatch import Backend
@@ -91,8 +94,11 @@ def test_what_is_wrong_is_exit_code_1_and_in_every_report(plugin, tmp_path, capf
     ],
     ids=["a time limit", "Ctrl-C", "a dead device"],
 )
-def test_a_run_that_ends_early_reports_what_has_run(plugin, tmp_path, capfd, ends, code, why):
+def test_a_run_that_ends_early_reports_what_has_run(plugin, tmp_path, capfd, request, ends, code, why):
     """Every report is written, and none says that it passed."""
+    # A shell's background job ignores it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     plugin(f"(1.0 if x.dtype is torch.float32 else {ends})")
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "junit", "html")}
     flags = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
@@ -114,7 +120,7 @@ def test_a_run_that_ends_early_reports_what_has_run(plugin, tmp_path, capfd, end
         (["--backend", "acne"], "Did you mean 'acme'?"),
         (["--backend", "acme", "--op", "silu_and_mull"], "Did you mean 'silu_and_mul'?"),
         (["--backend", "acme", "--device", "nowhere"], "there is no device 'nowhere'"),
-        (["--backend", "acme", "--exceptions", "none.toml"], "No such file"),
+        (["--backend", "acme", "--waivers", "none.toml"], "No such file"),
         (["--backend", "acme", "--tier", "some"], "invalid choice"),
         ([], "--backend"),
     ],
@@ -169,23 +175,72 @@ def test_an_operator_without_cases_is_said_and_one_with_its_own_is_judged(tmp_pa
     assert "not run: tripled: every case: there are no conformance cases" in capfd.readouterr().out
 
 
-def test_as_pytest(tmp_path):
-    """From a folder of its own, as a vendor runs it: a test for each case, and a failure for each fault."""
-    (tmp_path / "acme_plugin.py").write_text(PLUGIN.replace("FACTOR", "1.001"))
-    path = os.pathsep.join([str(tmp_path), str(Path(vllm_fl.__file__).parents[1])])
-    command = [sys.executable, "-m", "pytest", "-q"]
-    if not any(entry.value.startswith("vllm_fl.") for entry in metadata.entry_points(group="pytest11")):
-        command += ["-p", "vllm_fl.conformance.pytest_options"]  # from a source tree, not installed
-    command += ["--pyargs", "vllm_fl.conformance", "--vllm-fl-backend", "acme", "--vllm-fl-device", "cpu"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
+def test_a_plugin_that_waits_for_a_missing_library_is_one_clear_line(
+    tmp_path, monkeypatch, no_plugins, capfd
+):
+    text = PLUGIN.replace("FACTOR", "1.0").replace(
+        "        import torch\n        return True",
+        "        import time\n        try:\n            import torch\n"
+        "        except ImportError:\n            time.sleep(3600)\n        return True",
+    )
+    (tmp_path / "acme_plugin.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "acme_plugin")
+    monkeypatch.setattr("vllm_fl.conformance.checklist._SECONDS", 8)
+    assert main(["conformance", "--backend", "acme", "--device", "cpu", "--max-elements", "20"]) == 1
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("FAILED checklist")]
+    assert line == (
+        "FAILED checklist: missing libraries become reasons: a process without its library did not register "
+        "acme_plugin within 8 seconds: its import, or an is_available, waits for something that is not there"
+    )
+
+
+def pytest_of_a_vendor(folder, *arguments):
+    """Run pytest in a folder with the plug-in ``acme``, whose results are wrong in float32, beside it."""
+    (folder / "acme_plugin.py").write_text(PLUGIN.replace("FACTOR", "1.001"))
+    path = os.pathsep.join([str(folder), str(Path(vllm_fl.__file__).parents[1])])
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *arguments],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": path, "VLLM_FL_PLUGIN_MODULES": "acme_plugin"},
         capture_output=True,
         text=True,
         timeout=1800,
         check=False,
     )
+
+
+KIT = ("--pyargs", "vllm_fl.conformance", "--vllm-fl-backend", "acme", "--vllm-fl-device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("conftest", "arguments"),
+    [("", ("-p", OPTIONS)), (f"pytest_plugins = [{OPTIONS!r}]", ())],
+    ids=["by -p", "by a conftest.py"],
+)
+def test_as_pytest(tmp_path, conftest, arguments):
+    """From a folder of its own, as a vendor runs it: a test for each case, and a failure for each fault."""
+    (tmp_path / "conftest.py").write_text(conftest)
+    done = pytest_of_a_vendor(tmp_path, *arguments, *KIT, "-k", "7x14")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "test_conformance[silu_and_mul: float32 7x14]" in done.stdout
+    assert "test_conformance[silu_and_mul: bfloat16 7x14]" not in done.stdout
     assert " passed" in done.stdout
+
+
+def test_no_other_pytest_knows_of_the_kit(tmp_path):
+    """It is in the wheel of everybody; its options are for who asks for them."""
+    try:
+        installed = metadata.distribution("vllm-fl-core")
+    except metadata.PackageNotFoundError:
+        pytest.skip("the wheel is not installed")
+    assert not installed.entry_points.select(group="pytest11")
+    done = pytest_of_a_vendor(tmp_path, *KIT)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "unrecognized arguments: --vllm-fl-backend" in done.stderr
+
+
+def test_without_a_backend_it_says_what_to_add(tmp_path):
+    done = pytest_of_a_vendor(tmp_path, "--pyargs", "vllm_fl.conformance")
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert f"say which backend: -p {OPTIONS} --vllm-fl-backend NAME" in done.stdout

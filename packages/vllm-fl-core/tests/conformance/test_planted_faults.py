@@ -15,8 +15,8 @@ from vllm_fl.conformance.cases import SUITES
 from vllm_fl.conformance.check import check
 from vllm_fl.conformance.dispatched import Dispatched
 from vllm_fl.conformance.result import Status
-from vllm_fl.conformance.run import accepts_something
-from vllm_fl.conformance.run import must_run
+from vllm_fl.conformance.steps import accepts_something
+from vllm_fl.conformance.steps import must_run
 from vllm_fl.dispatch import OPERATORS
 from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch import OpImpl

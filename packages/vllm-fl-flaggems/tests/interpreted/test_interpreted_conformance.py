@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_fl.conformance import exceptions
 from vllm_fl.conformance import run
+from vllm_fl.conformance import waivers
 from vllm_fl.conformance.case import Tier
 from vllm_fl.conformance.result import Status
 from vllm_fl.dispatch import get_default_manager
@@ -18,20 +18,20 @@ from vllm_fl.dispatch import reset_default_manager
 def test_conformance(tier, most):
     reset_default_manager()
     options = run.Options(tier=tier, device="cpu", max_elements=most)
-    plan = run.plan("flagos", options)
-    results = list(plan.run())
+    prepared = run.prepare("flagos", options)
+    results = list(prepared.run())
     assert [r for r in results if r.is_failure] == []
     passed = {r.op for r in results if r.is_case and r.status is Status.PASSED}
     assert passed >= {"silu_and_mul", "gelu_and_mul", "rms_norm", "topk_softmax", "grouped_topk"}
     if tier is Tier.FULL:
-        assert passed == {impl.op_name for impl in plan.impls if impl.is_available()}
+        assert passed == {impl.op_name for impl in prepared.impls if impl.is_available()}
 
 
-def test_what_is_excepted_is_excepted_of_one_device():
+def test_what_is_waived_is_waived_of_one_device():
     manager = get_default_manager()
     manager.discover()
     record = manager.registry.plugins["flaggems"]
-    entries = exceptions.shipped(record)
+    entries = waivers.shipped(record)
     assert entries
     assert all("interpreter" in entry.reason for entry in entries if entry.device == "cpu")
     assert all(entry.device for entry in entries)

@@ -52,8 +52,8 @@ def faults_of_vllm() -> set[tuple[str, str]]:
 @pytest.mark.parametrize("tier", [Tier.SMOKE, pytest.param(Tier.FULL, marks=pytest.mark.long)], ids=str)
 def test_conformance(tier):
     known = Path(__file__).with_name("truncating.toml" if truncates() else "rounding.toml")
-    options = run.Options(tier=tier, device="cpu", exceptions=known)
-    results = list(run.plan("vendor.cuda", options).run())
+    options = run.Options(tier=tier, device="cpu", waivers=known)
+    results = list(run.prepare("vendor.cuda", options).run())
     assert {(r.op, r.name) for r in results if r.is_failure} == faults_of_vllm()
     assert [r for r in results if r.status is Status.SKIPPED] == []
     # What a CPU build of vLLM has kernels for.

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from typing import NoReturn
 
+from vllm_fl.about import generated_by
 from vllm_fl.cli import completion
 from vllm_fl.cli import conformance
 from vllm_fl.cli import demo
@@ -68,8 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # argparse has printed why
         return int(end.code or 0)
     if arguments.version:
-        from vllm_fl.cli.output import generated_by
-
         print(generated_by())
         return ExitCode.OK
     if arguments.command is None:

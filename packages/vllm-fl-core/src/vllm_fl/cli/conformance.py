@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,18 +18,32 @@ from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
 from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch._text import printable
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
     from collections.abc import Iterator
 
+    from vllm_fl.cli.output import Colour
     from vllm_fl.cli.output import Output
+    from vllm_fl.conformance.report import Report
 
 #: Seconds between two lines of progress where stderr is no terminal.
 _QUIET_SECONDS = 10.0
 
 _TIERS = ("smoke", "full", "stress")
+_COLOURS: dict[str, Colour] = {"FAILED": "red", "passed with waivers": "yellow", "passed": "green"}
+_COLUMNS = (
+    "operator",
+    "implementation",
+    "passed",
+    "of them loosened",
+    "failed",
+    "refused",
+    "not run",
+    "worst error",
+)
 
 
 def add_commands(commands: Any) -> None:
@@ -53,7 +68,7 @@ def add_commands(commands: Any) -> None:
         "--max-elements", type=int, metavar="N", help="leave out, and report, cases with larger tensors"
     )
     parser.add_argument(
-        "--exceptions", type=Path, metavar="FILE", help="a TOML file beside the one that the wheel ships"
+        "--waivers", type=Path, metavar="FILE", help="a TOML file beside the one that the wheel ships"
     )
     parser.add_argument("--json", dest="json_file", type=Path, metavar="F", help="write every result to F")
     parser.add_argument(
@@ -68,45 +83,45 @@ def add_commands(commands: Any) -> None:
 def _conformance(arguments: argparse.Namespace, output: Output) -> int:
     if find_spec("torch") is None:
         raise Problem("conformance needs torch, which is not installed: install the one for your device")
-    from vllm_fl.conformance import exceptions
     from vllm_fl.conformance import html
     from vllm_fl.conformance import report
     from vllm_fl.conformance import run
     from vllm_fl.conformance.case import Tier
     from vllm_fl.conformance.select import UnknownNameError
+    from vllm_fl.conformance.waivers import WaiverError
 
     options = run.Options(
         operators=arguments.op,
         tier=Tier[arguments.tier.upper()],
         device=arguments.device,
         max_elements=arguments.max_elements,
-        exceptions=arguments.exceptions,
+        waivers=arguments.waivers,
     )
     try:
-        plan = run.plan(arguments.backend, options)
+        prepared = run.prepare(arguments.backend, options)
     except DispatchError as error:
         raise Problem(str(error)) from None
-    except (UnknownNameError, exceptions.ExceptionsError, ValueError) as error:
+    except (UnknownNameError, WaiverError, ValueError) as error:
         output.error(str(error))
         return ExitCode.USAGE
-    whole = report.Report.begin(arguments.backend, options, plan)
+    whole = report.Report.begin(arguments.backend, options, prepared)
     was_interrupted = False
     # What has run is reported, whatever ends the run: hours may have gone into it.
     try:
         with (
             interrupted_by_sigterm(),
-            progress(len(plan.steps), f"conformance of {arguments.backend}") as advance,
+            progress(len(prepared.steps), f"conformance of {arguments.backend}") as advance,
         ):
-            for result in plan.run():
+            for result in prepared.run():
                 whole.add(result)
                 advance(result.op)
     except KeyboardInterrupt:
         was_interrupted = True
-        whole.add(plan.unfinished(len(whole.results), "interrupted"))
+        whole.add(prepared.unfinished(len(whole.results), "interrupted"))
     except Exception as error:
         if not is_fatal(error):
             raise
-        whole.add(plan.unfinished(len(whole.results), f"the device failed: {describe(error)}"))
+        whole.add(prepared.unfinished(len(whole.results), f"the device failed: {describe(error)}"))
     for path, write in (
         (arguments.json_file, report.write_json),
         (arguments.junit_file, report.write_junit),
@@ -115,10 +130,42 @@ def _conformance(arguments: argparse.Namespace, output: Output) -> int:
         if path is not None:
             write(whole, path)
             output.note(f"wrote {path}")
-    report.print_summary(whole, output)
+    print_summary(whole, output)
     if was_interrupted:
         return ExitCode.INTERRUPTED
     return ExitCode.PROBLEM if whole.failures else ExitCode.OK
+
+
+def print_summary(report: Report, output: Output) -> None:
+    """Print a table, then what failed, then what else a reader must know."""
+    from vllm_fl.conformance.report import remarks
+    from vllm_fl.conformance.report import worst
+    from vllm_fl.conformance.result import Status
+
+    rows = []
+    for (op, impl_id), results in report.by_operator().items():
+        counts = Counter(result.status for result in results)
+        error = worst(results)
+        rows.append(
+            [
+                op,
+                impl_id,
+                counts[Status.PASSED] or "",
+                sum(result.is_loosened for result in results) or "",
+                *(counts[status] or "" for status in (Status.FAILED, Status.REFUSED)),
+                counts[Status.CAPPED] + counts[Status.SKIPPED] + counts[Status.NOT_RUN] or "",
+                "" if error is None else f"{error:.2g}",
+            ]
+        )
+    title = (
+        f"Conformance of {report.backend}, tier {report.settings['tier']}, on {report.environment['device']}"
+    )
+    output.table(title, _COLUMNS, rows)
+    for result in report.failures:
+        output.text(printable(f"FAILED {result.op}: {result.name}: {result.note}"))
+    for line in remarks(report):
+        output.text(printable(line))
+    output.text(f"{report.verdict}: {report.counts()}", colour=_COLOURS[report.verdict])
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from typing import Any
 from typing import Literal
 from typing import TypeAlias
 
-from vllm_fl.dispatch._installed import CORE
-from vllm_fl.dispatch._installed import version_of
+from vllm_fl.about import generated_by
 from vllm_fl.dispatch._kept import put_back
 from vllm_fl.dispatch._text import printable
 from vllm_fl.dispatch._text import printable_lines
@@ -44,11 +43,6 @@ class ExitCode(enum.IntEnum):
 
 class Problem(Exception):  # noqa: N818 - what the user reads, ExitCode.PROBLEM
     """The command found a problem; its text says what and what to do."""
-
-
-def generated_by() -> str:
-    """Return ``vllm-fl-core <version>``."""
-    return f"{CORE} {version_of(CORE) or '(not installed)'}"
 
 
 class Output:

@@ -1,73 +1,70 @@
-"""Attention backends: whether a class fits the installed vLLM.
+"""Attention backends: whether a class fits the installed vLLM, and computes what is right.
 
 The operator ``attention_backend`` returns the dotted path of a class. vLLM finds out
-in the middle of a model's start whether it fits; here it is asked before. What it
-computes is judged in :mod:`vllm_fl.conformance.paged`.
+in the middle of a model's start whether it fits; here it is asked before.
 """
 
 from __future__ import annotations
 
 import functools
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 from typing import Any
 from typing import TypeAlias
 
+from vllm_fl.conformance import vllm_layer
+from vllm_fl.conformance.attention_cases import cases
+from vllm_fl.conformance.case import Tier
+from vllm_fl.conformance.paged import serve
 from vllm_fl.conformance.result import Result
 from vllm_fl.conformance.result import Status
+from vllm_fl.conformance.tensors import named
 from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch._foreign import describe
-from vllm_fl.integration.fit import load
-from vllm_fl.integration.fit import problems_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
 
+    from vllm_fl.conformance.attention_cases import AttentionCase
     from vllm_fl.conformance.dispatched import Dispatched
 
 OPERATOR = "attention_backend"
 _FITS = "the class imports and fits the installed vLLM"
 
+#: How it ended, why, and the error in tolerances where something was compared.
+_Answer: TypeAlias = tuple[Status, str, float | None]
 
-def steps(
-    dispatched: Dispatched, device: torch.device, is_smoke: bool
+
+def questions(
+    dispatched: Dispatched, device: torch.device, tier: Tier
 ) -> list[tuple[str, Callable[[float], Result]]]:
     """Return what is asked of an attention backend, by name; each takes what tolerances are multiplied by."""
-    found: list[tuple[str, Callable[[float], Result]]] = [
-        (_FITS, functools.partial(_outcome, dispatched, _FITS, functools.partial(_fits, dispatched), None))
-    ]
-    if find_spec("vllm") is None:
+    fits = functools.partial(_outcome, dispatched, _FITS, functools.partial(_fits, dispatched), None)
+    found: list[tuple[str, Callable[[float], Result]]] = [(_FITS, fits)]
+    if not vllm_layer.is_installed():
         return found
-    from vllm_fl.conformance import paged
-
-    for case in paged.cases():
-        if case.is_smoke or not is_smoke:
-            judge = functools.partial(paged.judge, case, functools.partial(path_of, dispatched), device)
-            found.append((str(case), functools.partial(_outcome, dispatched, str(case), judge, case.dtype)))
+    for case in cases():
+        if case.is_smoke or tier > Tier.SMOKE:
+            ask = functools.partial(_serves, dispatched, case, device)
+            found.append((str(case), functools.partial(_outcome, dispatched, str(case), ask, case.dtype)))
     return found
 
 
 def names() -> list[str]:
-    """Return the names of every case, for what an exceptions file may name."""
-    from vllm_fl.conformance import paged
-
-    return [_FITS, *map(str, paged.cases())]
-
-
-_Answer: TypeAlias = tuple[Status, str, float | None]
+    """Return the names of every case, for what a waiver may name."""
+    return [_FITS, *map(str, cases())]
 
 
 def _outcome(
     dispatched: Dispatched,
     name: str,
-    judge: Callable[[], _Answer],
+    ask: Callable[[], _Answer],
     dtype: torch.dtype | None,
     loosen: float,
 ) -> Result:
     try:
-        status, note, ratio = judge()
+        status, note, ratio = ask()
         if ratio is not None:
             status = Status.PASSED if ratio <= loosen else Status.FAILED
     except NotImplementedError as error:
@@ -76,7 +73,7 @@ def _outcome(
         if is_fatal(error):
             raise
         status, note, ratio = Status.FAILED, f"raised {describe(error)}", None
-    kind = "" if dtype is None else str(dtype).removeprefix("torch.")
+    kind = "" if dtype is None else named(dtype)
     is_case = dtype is not None
     return Result(
         dispatched.impl.impl_id, OPERATOR, name, status, kind, ratio, note=note[:600], is_case=is_case
@@ -95,7 +92,12 @@ def _fits(dispatched: Dispatched) -> _Answer:
         return Status.NOT_RUN, "returns None: vLLM's own choice", None
     if not isinstance(path, str) or "." not in path:
         return Status.FAILED, f"returns {path!r}, and not the dotted path of a class", None
-    if find_spec("vllm") is None:
+    if not vllm_layer.is_installed():
         return Status.NOT_RUN, f"vLLM is not installed, so that {path} could not be looked at", None
-    problems = problems_of(load(path))
+    problems = vllm_layer.misfits(path)
     return (Status.FAILED if problems else Status.PASSED), "; ".join(problems) or path, None
+
+
+def _serves(dispatched: Dispatched, case: AttentionCase, device: torch.device) -> _Answer:
+    verdict = serve(case, functools.partial(path_of, dispatched), device)
+    return (Status.PASSED if verdict.is_right else Status.FAILED), verdict.note, verdict.ratio

@@ -186,9 +186,15 @@ def _without_libraries(subject: _Subject) -> _Answer:
     impl_id = subject.impls[0].impl_id
     command = [sys.executable, "-c", _CHILD, json.dumps(sorted(modules)), record.name, impl_id]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, env=environment, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Status.FAILED, (
+            f"a process without its library did not register {package} within {_SECONDS} seconds: its "
+            f"import, or an is_available, waits for something that is not there"
+        )
     if done.returncode:
         return Status.FAILED, f"the process ended with {done.returncode}: {done.stderr[-300:]}"
     answer = json.loads(done.stdout.strip().splitlines()[-1])

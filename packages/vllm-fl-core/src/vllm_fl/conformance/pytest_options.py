@@ -1,7 +1,8 @@
 """The options of ``pytest --pyargs vllm_fl.conformance``, and nothing else.
 
-It is the entry point ``pytest11``, so that every pytest of the environment loads it:
-a ``conftest.py`` inside a package that ``--pyargs`` names is read too late for options.
+A plug-in of pytest that is loaded by name, ``-p vllm_fl.conformance.pytest_options``, and
+is no entry point: no other run of pytest in the environment is to know of it. (A
+``conftest.py`` inside a package that ``--pyargs`` names is read too late for options.)
 """
 
 from __future__ import annotations
@@ -21,4 +22,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--vllm-fl-tier", choices=("smoke", "full", "stress"), default="smoke")
     group.addoption("--vllm-fl-device", default="auto", metavar="D")
     group.addoption("--vllm-fl-max-elements", type=int, metavar="N")
-    group.addoption("--vllm-fl-exceptions", type=Path, metavar="FILE")
+    group.addoption("--vllm-fl-waivers", type=Path, metavar="FILE")

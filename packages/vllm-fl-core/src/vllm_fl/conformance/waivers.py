@@ -1,17 +1,18 @@
-"""The exceptions file: where a vendor loosens or skips a case, and says why.
+"""Waivers: where a vendor loosens or skips a case, and says why.
 
 TOML, shipped in the wheel as ``conformance.toml`` in the package that registers the
 implementations, or named on the command line::
 
-    [[exception]]
+    [[waiver]]
     op = "rms_norm"                   # or a list of operators
     case = "float16 alone large*"     # a case's name, or a list; * and ? as in a shell
     device = "cpu"                    # only there; every device if left out
     loosen = 4.0                      # multiplies the tolerances; or: skip = true
     reason = "the library accumulates in float16; https://..."
 
-An exception that changes nothing is a failure: everything that it names has run and
-passes without it. One that names no case is an error.
+Files written earlier say ``[[exception]]``, which is read as the same. A waiver that
+changes nothing is a failure: everything that it names has run and passes without it.
+One that names no case is an error.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from vllm_fl.dispatch import PluginRecord
 
 FILE_NAME = "conformance.toml"
+#: The name of an entry, and the one that it had before.
+_ENTRIES = ("waiver", "exception")
 _KEYS: dict[str, tuple[type, ...]] = {
     "op": (str, list),
     "case": (str, list),
@@ -46,12 +49,12 @@ _KEYS: dict[str, tuple[type, ...]] = {
 }
 
 
-class ExceptionsError(ValueError):
+class WaiverError(ValueError):
     """The file is wrong; the message names it, and which entry."""
 
 
 @dataclass
-class Exemption:
+class Waiver:
     """One entry of the file.
 
     Attributes:
@@ -88,53 +91,57 @@ class Exemption:
         return op == self.op and fnmatch.fnmatchcase(case, self.case)
 
 
-def read(path: Path, source: str | None = None) -> list[Exemption]:
+def read(path: Path, source: str | None = None) -> list[Waiver]:
     """Read a file.
 
     Raises:
-        ExceptionsError: it is missing or wrong.
+        WaiverError: it is missing or wrong.
     """
     where = source or str(path)
     try:
         values = tomllib.loads(read_text(path))
     except OSError as error:
-        raise ExceptionsError(f"{where}: {error.strerror or error}") from None
+        raise WaiverError(f"{where}: {error.strerror or error}") from None
     except RecursionError:
-        raise ExceptionsError(f"{where}: it is nested too deeply") from None
+        raise WaiverError(f"{where}: it is nested too deeply") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ExceptionsError(f"{where}: {error}") from None
-    unknown = set(values) - {"exception"}
+        raise WaiverError(f"{where}: {error}") from None
+    unknown = sorted(set(values).difference(_ENTRIES))
     if unknown:
-        raise ExceptionsError(f"{where}: unknown key {sorted(unknown)[0]!r}; entries are [[exception]].")
-    entries = enumerate(values.get("exception", []), 1)
-    return [one for number, entry in entries for one in _entry(entry, where, number)]
+        raise WaiverError(f"{where}: unknown key {unknown[0]!r}; entries are [[waiver]].")
+    entries = [
+        (f"{where}: [[{name}]] number {number}", entry)
+        for name in _ENTRIES
+        for number, entry in enumerate(values.get(name, []), 1)
+    ]
+    return [one for place, entry in entries for one in _waivers(entry, where, place)]
 
 
-def _entry(values: dict[str, Any], source: str, number: int) -> list[Exemption]:
-    where = f"{source}: [[exception]] number {number}"
+def _waivers(values: dict[str, Any], source: str, where: str) -> list[Waiver]:
+    """Return what an entry means: a waiver for each of its operators and cases."""
     for key, value in values.items():
         if key not in _KEYS:
-            raise ExceptionsError(f"{where}: unknown key {key!r}.{suggest(key, _KEYS)}")
+            raise WaiverError(f"{where}: unknown key {key!r}.{suggest(key, _KEYS)}")
         if not isinstance(value, _KEYS[key]) or isinstance(value, bool) is not (key == "skip"):
             wanted = " or ".join(kind.__name__ for kind in _KEYS[key])
-            raise ExceptionsError(f"{where}: {key} must be a {wanted}, not {value!r}.")
+            raise WaiverError(f"{where}: {key} must be a {wanted}, not {value!r}.")
     for key in ("op", "case", "reason"):
         if not str(values.get(key, "")).strip():
-            raise ExceptionsError(f"{where}: {key} is missing.")
+            raise WaiverError(f"{where}: {key} is missing.")
     if bool(values.get("skip")) == ("loosen" in values):
-        raise ExceptionsError(f"{where}: say either skip = true or loosen = <factor>.")
+        raise WaiverError(f"{where}: say either skip = true or loosen = <factor>.")
     if values.get("loosen", 2.0) <= 1.0:
-        raise ExceptionsError(f"{where}: loosen must be more than 1.")
+        raise WaiverError(f"{where}: loosen must be more than 1.")
     ops, cases = (value if isinstance(value, list) else [value] for value in (values["op"], values["case"]))
     rest = {key: value for key, value in values.items() if key not in ("op", "case")}
-    return [Exemption(op, case, source=source, **rest) for op in ops for case in cases]
+    return [Waiver(op, case, source=source, **rest) for op in ops for case in cases]
 
 
-def shipped(record: PluginRecord | None) -> list[Exemption]:
+def shipped(record: PluginRecord | None) -> list[Waiver]:
     """Read the file of the wheel that a plugin is from; nothing where it ships none.
 
     Raises:
-        ExceptionsError: it is wrong.
+        WaiverError: it is wrong.
     """
     package = package_of(record)
     if package is None:

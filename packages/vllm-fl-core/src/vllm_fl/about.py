@@ -1,0 +1,11 @@
+"""What this distribution says of itself, in all that it prints and writes."""
+
+from __future__ import annotations
+
+from vllm_fl.dispatch._installed import CORE
+from vllm_fl.dispatch._installed import version_of
+
+
+def generated_by() -> str:
+    """Return ``vllm-fl-core <version>``."""
+    return f"{CORE} {version_of(CORE) or '(not installed)'}"
