@@ -28,10 +28,10 @@ def _text(node: ast.expr) -> str:
 
 
 def messages(*functions: str) -> set[str]:
-    """Return what the dispatch and the integration log with these functions."""
+    """Return what the dispatch, the integration and the platform log with these functions."""
     return {
         _text(call.args[0])
-        for folder in ("dispatch", "integration")
+        for folder in ("dispatch", "integration", "platform")
         for file in sorted((SOURCES / folder).rglob("*.py"))
         for call in ast.walk(ast.parse(file.read_text("utf-8")))
         if isinstance(call, ast.Call) and ast.unparse(call.func) in functions

@@ -63,6 +63,11 @@ _ALL = (
         "all",
     ),
     Variable("VLLM_FL_OOT_BLACKLIST", "layers that are not replaced"),
+    Variable(
+        "VLLM_FL_PLATFORM",
+        "the chip's description that vLLM's platform is made of, by name; none makes none; unset, its probe "
+        "decides",
+    ),
     Variable("VLLM_FL_PLUGINS", "the only plugins that are loaded, by name", "all"),
     Variable("VLLM_FL_PLUGIN_MODULES", "modules that are loaded as plugins, beside the installed ones"),
     Variable("VLLM_FL_LOG_LEVEL", "print the log of vllm_fl on stderr: DEBUG, INFO, WARNING or ERROR"),
