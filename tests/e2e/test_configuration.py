@@ -39,7 +39,7 @@ def test_unknown_key_of_a_file(qwen3: Checkpoint, tmp_path: Path) -> None:
     file.write_text("prefer: reference\n\nop_backend:\n  rms_norm: reference\n")
     said = _stopped(run_vllm(qwen3, env={"VLLM_FL_CONFIG": str(file)}))
     assert said.startswith(f"{file}:3: unknown key 'op_backend'")
-    assert "op_backends" in said
+    assert "per_op_order" in said
 
 
 def test_order_that_cannot_run(qwen3: Checkpoint) -> None:

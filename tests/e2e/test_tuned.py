@@ -26,7 +26,7 @@ silu_and_mul:
 def test_rows_choose(qwen3: Checkpoint, evidence: Evidence, tmp_path: Path, mode: Mode) -> None:
     (tmp_path / "table.yaml").write_text(TABLE)
     policy = tmp_path / "policy.yaml"
-    policy.write_text("op_backends:\n  silu_and_mul: [reference, vendor]\ntuned: table.yaml\n")
+    policy.write_text("per_op_order:\n  silu_and_mul: [reference, vendor]\ntuned: table.yaml\n")
     env = evidence.env("probe_vendor", VLLM_FL_CONFIG=str(policy))
     result = run_vllm(qwen3, mode=mode, env=env).checked()
     assert result.tokens == qwen3.golden

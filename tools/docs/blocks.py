@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl import cli
-from vllm_fl.cli.policy import values_of
 from vllm_fl.dispatch import OPERATORS
-from vllm_fl.dispatch import SelectionPolicy
-from vllm_fl.dispatch._known import known_wheels
+from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.variables import VARIABLES
+from vllm_fl.dispatch.wheels import known_wheels
 
 if TYPE_CHECKING:
     import inspect
@@ -23,20 +22,10 @@ if TYPE_CHECKING:
 
     from tools.docs.language import Language
     from vllm_fl.dispatch import Operator
-    from vllm_fl.dispatch._known import Wheel
+    from vllm_fl.dispatch.wheels import Wheel
 
 _ROOT = Path(__file__).parents[2]
 _REPOSITORY = "https://github.com/vllm-fl/vllm-fl/tree/main"
-#: What each key of the policy file says; the keys are checked against the code's.
-_KEYS = {
-    "prefer": "the kind that is tried first",
-    "strict": "raise an implementation's first failure instead of running the next one",
-    "allow_vendors": "the only vendors that may be chosen",
-    "deny_vendors": "vendors that are never chosen",
-    "op_backends": "operators' own orders; what an order does not list is not tried",
-    "tuned": "a tuned table's file, named from the policy file's folder",
-    "defaults": "packaged, or none: leave out the defaults that the available vendor's wheel brings",
-}
 
 
 def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -57,11 +46,11 @@ def variables(language: Language, page: Path) -> str:
 
 def policy_keys(language: Language, page: Path) -> str:
     """Return the table of the policy file's keys."""
-    defaults = {row["key"]: row["value"] for row in values_of(SelectionPolicy())} | {"op_backends": {}}
-    if set(defaults) != set(_KEYS):
-        raise ValueError(f"the policy file's keys are {sorted(defaults)}")
     columns = map(language, ("key", "what it says", "default"))
-    rows = ([f"`{key}`", language(text), f"`{json.dumps(defaults[key])}`"] for key, text in _KEYS.items())
+    rows = (
+        [f"`{key.name}`", language(key.meaning), f"`{json.dumps(key.type.plain(key.type.default))}`"]
+        for key in KEYS.values()
+    )
     return _table(columns, rows)
 
 

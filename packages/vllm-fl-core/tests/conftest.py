@@ -13,10 +13,10 @@ import pytest
 import vllm_fl
 from vllm_fl.dispatch import _watch
 from vllm_fl.dispatch import discovery
-from vllm_fl.dispatch import policy
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch.backend import forget_availability
+from vllm_fl.dispatch.policy import in_force
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +66,7 @@ def _unload(folder: Path) -> None:
 
 def _forget() -> None:
     # A manager that a test froze and dropped may still wait for the collector.
-    for manager in policy._global.each_listener():
+    for manager in in_force._global.each_listener():
         manager.thaw()
     reset_default_manager()
     reset_global_policy()

@@ -16,6 +16,7 @@ from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import policy_from_config
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
+from vllm_fl.dispatch.policy import keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 KINDS = "flagos, vendor, reference, native"
 TOKENS = f"{KINDS}, vendor:<name>, impl:<impl_id>"
 BOOLEANS = "1/0, true/false, yes/no, on/off"
-KEYS = "prefer, strict, allow_vendors, deny_vendors, tuned, defaults, op_backends"
+KEYS = ", ".join(keys.KEYS)
 MIXED = (
     "must have a + before every name (they are added to the packaged ones) or before none "
     "(they replace them);"
@@ -41,9 +42,9 @@ VARIABLES = [
         "vendor|flagos",
         f"prefer must be one of {KINDS}, not 'vendor|flagos'. Did you mean 'vendor'?",
     ),
-    ("STRICT", "maybe", f"must be one of {BOOLEANS}, not 'maybe'."),
-    ("STRICT", "2", f"must be one of {BOOLEANS}, not '2'."),
-    ("STRICT", "y", f"must be one of {BOOLEANS}, not 'y'."),
+    ("STRICT", "maybe", f"strict must be one of {BOOLEANS}, not 'maybe'."),
+    ("STRICT", "2", f"strict must be one of {BOOLEANS}, not '2'."),
+    ("STRICT", "y", f"strict must be one of {BOOLEANS}, not 'y'."),
     ("PREFER_ENABLED", "enabled", f"must be one of {BOOLEANS}, not 'enabled'."),
     ("OOT_ENABLED", "-1", f"must be one of {BOOLEANS}, not '-1'."),
     ("PER_OP", "rms_norm", f"'rms_norm' {FORM}"),
@@ -81,12 +82,12 @@ VARIABLES = [
         "unknown implementation 'vendor.cud'. Did you mean 'vendor.cuda'?",
     ),
     ("PER_OP", "rms_norm=impl:native", "unknown implementation 'native'."),
-    ("ALLOW_VENDORS", ",", "must hold names, not ''."),
-    ("ALLOW_VENDORS", "cuda,,ascend", "must hold names, not ''."),
-    ("ALLOW_VENDORS", "cuda,ascend,cuda", "names 'cuda' twice."),
+    ("ALLOW_VENDORS", ",", "allow_vendors must hold names, not ''."),
+    ("ALLOW_VENDORS", "cuda,,ascend", "allow_vendors must hold names, not ''."),
+    ("ALLOW_VENDORS", "cuda,ascend,cuda", "allow_vendors names 'cuda' twice."),
     ("ALLOW_VENDORS", "cuda;ascend", "unknown vendor 'cuda;ascend'."),
     ("ALLOW_VENDORS", "CUDA", "unknown vendor 'CUDA'. Did you mean 'cuda'?"),
-    ("DENY_VENDORS", "cuda, cuda", "names 'cuda' twice."),
+    ("DENY_VENDORS", "cuda, cuda", "deny_vendors names 'cuda' twice."),
     ("DENY_VENDORS", "vendor:cuda", "unknown vendor 'vendor:cuda'."),
     ("DENY_VENDORS", "cuda;ascend", "unknown vendor 'cuda;ascend'."),
     ("DENY_VENDORS", "+CUDA", "unknown vendor 'CUDA'. Did you mean 'cuda'?"),
@@ -95,7 +96,7 @@ VARIABLES = [
     ("ALLOW_VENDORS", "cuda,+ascend", f"allow_vendors {MIXED} 'cuda' has none."),
     ("ALLOW_VENDORS", "+cudda", "unknown vendor 'cudda'. Did you mean 'cuda'?"),
     ("DENY_VENDORS", "+", "deny_vendors must hold vendor names, not '+'."),
-    ("DENY_VENDORS", "+cuda,+cuda", "names '+cuda' twice."),
+    ("DENY_VENDORS", "+cuda,+cuda", "deny_vendors names '+cuda' twice."),
     ("DEFAULTS", "nome", "defaults must be one of packaged, none, not 'nome'. Did you mean 'none'?"),
     ("DEFAULTS", "0", "defaults must be one of packaged, none, not '0'."),
     ("PLUGINS", "referense", "no plugin 'referense' is installed; installed are none."),
@@ -128,13 +129,21 @@ FILES = [
     ("- prefer\n- flagos\n", "{file}:1: must be a mapping of keys to values."),
     ("# a comment\n\nflagos\n", "{file}:3: must be a mapping of keys to values."),
     ("!!omap {prefer: flagos}\n", "{file}:1: must be a mapping of keys to values."),
-    ("op_backends: !mine\n  rms_norm: native\n", "{file}:1: must be a mapping of keys to values."),
+    ("per_op_order: !mine\n  rms_norm: native\n", "{file}:1: must be a mapping of keys to values."),
     ("1: flagos\n", "{file}:1: a key must be a name, not 1."),
     ("? [a, b]\n: c\n", "{file}:1: a key must be a name, not ['a', 'b']."),
     ("on: 1\n", "{file}:1: a key must be a name, not True."),
     ("prefer: flagos\nstrict: on\nprefer: vendor\n", "{file}:3: 'prefer' stands twice, first at {file}:1."),
     ("prefers: flagos\n", "{file}:1: unknown key 'prefers'; keys are " + KEYS + ". Did you mean 'prefer'?"),
-    ("strict: on\nper_op: {}\n", "{file}:2: unknown key 'per_op'; keys are " + KEYS + "."),
+    (
+        "strict: on\nper_op: {}\n",
+        "{file}:2: unknown key 'per_op'; keys are " + KEYS + ". Did you mean 'per_op_order'?",
+    ),
+    (
+        "op_backends: {rms_norm: native}\nper_op_order: {}\n",
+        "{file}:2: per_op_order and op_backends are one key, which is set at {file}:1.",
+    ),
+    ("op_backends: [rms_norm]\n", "{file}:1: per_op_order must map operators to orders, not ['rms_norm']."),
     ("Prefer: flagos\n", "{file}:1: unknown key 'Prefer'; keys are " + KEYS + ". Did you mean 'prefer'?"),
     # prefer and strict.
     ("strict: on\n\nprefer: vendorr\n", "{file}:3: prefer must be one of " + KINDS + ", not 'vendorr'. Did"),
@@ -168,37 +177,37 @@ FILES = [
         "{file}:2: 'cuda' is denied here and allowed by {file}:1.",
     ),
     # Orders.
-    ("op_backends: [rms_norm]\n", "{file}:1: op_backends must map operators to orders, not ['rms_norm']."),
-    ("op_backends:\n", "{file}:1: op_backends must map operators to orders, not None."),
-    ("op_backends:\n  1: [vendor]\n", "{file}:2: a key must be a name, not 1."),
-    ("op_backends:\n  rms_norm: []\n", "{file}:2: the order of 'rms_norm' is empty."),
-    ("op_backends:\n  rms_norm:\n", "{file}:2: the order of 'rms_norm' must be a list of tokens, not None."),
+    ("per_op_order: [rms_norm]\n", "{file}:1: per_op_order must map operators to orders, not ['rms_norm']."),
+    ("per_op_order:\n", "{file}:1: per_op_order must map operators to orders, not None."),
+    ("per_op_order:\n  1: [vendor]\n", "{file}:2: a key must be a name, not 1."),
+    ("per_op_order:\n  rms_norm: []\n", "{file}:2: the order of 'rms_norm' is empty."),
+    ("per_op_order:\n  rms_norm:\n", "{file}:2: the order of 'rms_norm' must be a list of tokens, not None."),
     (
-        "op_backends:\n  rms_norm: {vendor: cuda}\n",
+        "per_op_order:\n  rms_norm: {vendor: cuda}\n",
         "{file}:2: the order of 'rms_norm' must be a list of tokens, not {{'vendor': 'cuda'}}.",
     ),
     (
-        "op_backends:\n  rms_norm:\n  - vendor: cuda\n",
+        "per_op_order:\n  rms_norm:\n  - vendor: cuda\n",
         "{file}:2: {{'vendor': 'cuda'}} in the order of 'rms_norm' is no token; tokens are " + TOKENS + ".",
     ),
     (
-        "op_backends:\n  moe_sum: [vendor]\n  rms_norm: [vendor, vendor]\n",
+        "per_op_order:\n  moe_sum: [vendor]\n  rms_norm: [vendor, vendor]\n",
         "{file}:3: the order of 'rms_norm' names a token twice: vendor|vendor.",
     ),
     (
-        "op_backends:\n  rms_norm: [vendor]\n  moe_sum: vendor\n  rms_norm: flagos\n",
+        "per_op_order:\n  rms_norm: [vendor]\n  moe_sum: vendor\n  rms_norm: flagos\n",
         "{file}:4: 'rms_norm' stands twice, first at {file}:2.",
     ),
     (
-        "op_backends:\n  moe_sum: vendor\n  silu_and_mull: vendor|flagos\n",
+        "per_op_order:\n  moe_sum: vendor\n  silu_and_mull: vendor|flagos\n",
         "{file}:3: unknown operator 'silu_and_mull'. Did you mean 'silu_and_mul'?",
     ),
     (
-        "op_backends:\n  rms_norm: [flagos,\n    'vendor:huawei']\n",
+        "per_op_order:\n  rms_norm: [flagos,\n    'vendor:huawei']\n",
         "{file}:2: unknown vendor 'huawei'. Known: ascend, cuda, template.",
     ),
     (
-        "op_backends:\n  moe_sum: vendor\n  rms_norm: ['impl:reference.troch']\n",
+        "per_op_order:\n  moe_sum: vendor\n  rms_norm: ['impl:reference.troch']\n",
         "{file}:3: unknown implementation 'reference.troch'. Did you mean 'reference.torch'?",
     ),
 ]

@@ -69,7 +69,7 @@ def test_env(capfd: pytest.CaptureFixture[str]) -> None:
 def test_policy(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     check("policy show", said(capfd, "policy", "show", "--json"))
     file = tmp_path / "policy.yaml"
-    file.write_text("prefer: vendor\nop_backends:\n  rms_norm: [vendor, native]\n")
+    file.write_text("prefer: vendor\nper_op_order:\n  rms_norm: [vendor, native]\n")
     check("policy check", said(capfd, "policy", "check", str(file), "--json"))
     file.write_text("prefer: vender\n")
     check("policy check", said(capfd, "policy", "check", str(file), "--json", code=1))

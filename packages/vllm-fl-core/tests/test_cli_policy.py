@@ -19,7 +19,7 @@ from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch import with_preference
-from vllm_fl.dispatch._packaged import effective
+from vllm_fl.dispatch.policy.packaged import effective
 from vllm_fl.dispatch.types import Origin
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FILE = """\
 prefer: vendor
 deny_vendors: [ascend]
-op_backends:
+per_op_order:
   rms_norm: [vendor:cuda, reference]
   silu_and_mul: native
 """
@@ -66,10 +66,10 @@ def test_variables(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     monkeypatch.setenv("VLLM_FL_PER_OP", "rms_norm=vendor|native")
     found = show(capfd)
     assert found["prefer"] == ("reference", "VLLM_FL_PREFER")
-    assert found["op_backends.rms_norm"] == (["vendor", "native"], "VLLM_FL_PER_OP")
+    assert found["per_op_order.rms_norm"] == (["vendor", "native"], "VLLM_FL_PER_OP")
     assert found["strict"] == (False, "default")
     assert main(["policy", "show"]) == 0
-    assert "op_backends.rms_norm  vendor | native  VLLM_FL_PER_OP" in capfd.readouterr().out
+    assert "per_op_order.rms_norm  vendor | native  VLLM_FL_PER_OP" in capfd.readouterr().out
 
 
 def test_a_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -79,14 +79,14 @@ def test_a_file(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPat
     found = show(capfd)
     assert found["prefer"] == ("vendor", f"{file}:1")
     assert found["deny_vendors"] == (["ascend"], f"{file}:2")
-    assert found["op_backends.rms_norm"] == (["vendor:cuda", "reference"], f"{file}:4")
-    assert found["op_backends.silu_and_mul"] == (["native"], f"{file}:5")
+    assert found["per_op_order.rms_norm"] == (["vendor:cuda", "reference"], f"{file}:4")
+    assert found["per_op_order.silu_and_mul"] == (["native"], f"{file}:5")
 
 
 def test_a_wrong_configuration(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_FL_STRICT", "maybe")
     assert main(["policy", "show"]) == 1
-    assert "VLLM_FL_STRICT: must be one of" in capfd.readouterr().err
+    assert "VLLM_FL_STRICT: strict must be one of" in capfd.readouterr().err
 
 
 def test_a_misspelt_variable_is_not_ignored(
@@ -101,7 +101,7 @@ def test_a_misspelt_variable_is_not_ignored(
 
 class Acme(Backend):
     name = "acme"
-    default_policy: ClassVar = {"prefer": "vendor", "op_backends": {"rms_norm": ["reference"]}}
+    default_policy: ClassVar = {"prefer": "vendor", "per_op_order": {"rms_norm": ["reference"]}}
 
     def is_available(self) -> bool:
         return True
@@ -137,7 +137,7 @@ def test_code_contexts_and_packaged_defaults() -> None:
     packaged = "the packaged defaults of acme (vllm-plugin-acme 1.2)"
     found = sources(effective(SelectionPolicy(), snapshot))
     assert found["prefer"] == packaged
-    assert found["op_backends.rms_norm"] == packaged
+    assert found["per_op_order.rms_norm"] == packaged
     assert found["strict"] == "default"
 
 
@@ -154,7 +154,7 @@ def test_check_of_a_right_file(capfd: pytest.CaptureFixture[str], tmp_path: Path
     ("text", "problem"),
     [
         ("prefer: vendor\nprefers: vendor\n", ":2: unknown key 'prefers'"),
-        ("op_backends:\n  rms_nrm: [vendor]\n", ":2: unknown operator 'rms_nrm'. Did you mean 'rms_norm'?"),
+        ("per_op_order:\n  rms_nrm: [vendor]\n", ":2: unknown operator 'rms_nrm'. Did you mean 'rms_norm'?"),
         ("prefer: [\n", ": is no YAML"),
         (None, "cannot be read"),
     ],

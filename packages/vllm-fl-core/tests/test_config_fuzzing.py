@@ -22,8 +22,10 @@ from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch._config import seconds_variable
+from vllm_fl.dispatch.environment import seconds_variable
 from vllm_fl.dispatch.policy import KINDS
+from vllm_fl.dispatch.policy.keys import KEYS
+from vllm_fl.dispatch.policy.keys import key_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +55,7 @@ vendors = st.lists(st.sampled_from(VENDORS), min_size=1, max_size=1)
 right = {
     "prefer": st.sampled_from((*KINDS, "Vendor", " flagos ")),
     "strict": st.sampled_from(BOOLEANS),
-    "op_backends": st.dictionaries(
+    "per_op_order": st.dictionaries(
         st.sampled_from(OPERATORS), orders | orders.map("|".join), min_size=1, max_size=3
     ),
     "allow_vendors": vendors | vendors.map(",".join),
@@ -74,7 +76,7 @@ scalars = (
     | st.datetimes()
     | st.sampled_from((*TOKENS, *VENDORS, *OPERATORS, *right, "vendr", "rmsnorm", "vendor:", "impl:x", ""))
 )
-names = st.text(max_size=8) | st.sampled_from((*right, "Prefer", "op_backend", "per_op", "<<", "=", "~"))
+names = st.text(max_size=8) | st.sampled_from((*right, "op_backends", "Prefer", "per_op", "<<", "=", "~"))
 anything = st.recursive(
     scalars,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names | scalars, inner, max_size=4),
@@ -83,7 +85,7 @@ anything = st.recursive(
 
 #: Text that has a meaning in YAML somewhere.
 PIECES = (
-    *("prefer: vendor\n", "strict: on\n", "op_backends:\n", "  rms_norm: [vendor, native]\n"),
+    *("prefer: vendor\n", "strict: on\n", "per_op_order:\n", "  rms_norm: [vendor, native]\n"),
     *(
         "deny_vendors: [cuda]\n",
         "- ",
@@ -162,6 +164,7 @@ def read(file: Path, text: str | bytes) -> SelectionPolicy | None:
 
 def same(policy: SelectionPolicy, document: dict[str, Any]) -> None:
     """Check that a policy says all that a document says, and nothing else."""
+    document = {key_of(name).name: value for name, value in document.items()}
     given_names = {"allow_vendors", "deny_vendors"} & set(document)
     assert policy.explicit == set(document) <= set(right)
     assert policy.prefer == str(document.get("prefer", "flagos")).strip().lower()
@@ -169,7 +172,7 @@ def same(policy: SelectionPolicy, document: dict[str, Any]) -> None:
     assert policy.strict == (str(document.get("strict", "no")).lower() in ("1", "true", "yes", "on"))
     wanted = {
         op_name: [token.strip() for token in order.split("|")] if isinstance(order, str) else order
-        for op_name, order in document.get("op_backends", {}).items()
+        for op_name, order in document.get("per_op_order", {}).items()
     }
     assert policy.per_op_order_dict == wanted
     for key in given_names:
@@ -209,7 +212,7 @@ def test_a_document_with_one_thing_changed(
     changed = dict(document)
     if key == "other":
         changed[name] = value
-    elif key == "op_backends" and document.get(key) and place > 4:
+    elif key == "per_op_order" and document.get(key) and place > 4:
         changed[key] = {**document[key], name: value}
     else:
         changed[key] = value
@@ -243,7 +246,7 @@ BOMB = "a: &a [x]\n" + "".join(
 @example("strict: !!bool maybe\n")
 @example("prefer: flagos\nstrict: !!timestamp soon\n")
 @example("strict: !!int ''\n")
-@example("op_backends:\n  rms_norm: !!float x\n")
+@example("per_op_order:\n  rms_norm: !!float x\n")
 @example("? !!int x\n: 1\n")
 @example("strict: 0x" + "f" * 5000 + "\n")
 @example("deny_vendors: [cuda, 0x" + "f" * 5000 + "]\n")
@@ -277,7 +280,7 @@ def accepts_only_what_it_says(file: Path, text: str | bytes) -> None:
 
 
 @fuzzed
-@given(documents, st.integers(0, 5), st.sampled_from(("prefr", "Strict", "allow", "op_backends ", "zz")))
+@given(documents, st.integers(0, 5), st.sampled_from(("prefr", "Strict", "allow", "per_op_order ", "zz")))
 def test_the_line_is_that_of_the_fault(tmp_path: Path, document: dict[str, Any], at: int, wrong: str) -> None:
     blocks = [yaml.safe_dump({key: value}) for key, value in document.items()]
     blocks.insert(at % (len(blocks) + 1), f"{wrong!r}: 1\n")
@@ -319,11 +322,12 @@ right_texts = (
     | st.permutations(VENDORS).map(", ".join)
     | st.sampled_from((*KINDS, "1", "Off", "WARNING", "none", "+cuda, +ascend"))
 )
-POLICY_VARIABLES = ("PREFER", "STRICT", "PER_OP", "ALLOW_VENDORS", "DENY_VENDORS", "DEFAULTS")
+#: The key that each variable sets.
+BY_VARIABLE = {key.variable.removeprefix("VLLM_FL_"): key.name for key in KEYS.values() if key.variable}
 OTHERS = ("CONFIG", "PREFER_ENABLED", "OOT_ENABLED", "PLUGINS", "PLUGIN_MODULES", "LOG_LEVEL")
 
 
-@pytest.mark.parametrize("name", [*POLICY_VARIABLES, *OTHERS])
+@pytest.mark.parametrize("name", [*BY_VARIABLE, *OTHERS])
 @fuzzed
 @given(value=near | texts | right_texts)
 @example("")
@@ -345,10 +349,9 @@ def test_any_value_of_a_variable(name: str, value: str) -> None:
         assert re.match(rf"{name}[:=]", message), message
         assert value.strip()
         return
-    keys = {"PER_OP": "op_backends"}
-    is_policy = name.removeprefix("VLLM_FL_") in POLICY_VARIABLES and bool(value.strip())
     short = name.removeprefix("VLLM_FL_")
-    assert policy.explicit == ({keys.get(short, short.lower())} if is_policy else set())
+    is_policy = short in BY_VARIABLE and bool(value.strip())
+    assert policy.explicit == ({BY_VARIABLE[short]} if is_policy else set())
     # Nothing of the text is dropped: what is left of it, beside the punctuation, are the names.
     if is_policy and short != "STRICT":
         said = [policy.prefer] if short == "PREFER" else []
@@ -387,7 +390,7 @@ def test_variables_together(values: dict[str, str]) -> None:
             return
     assert not both
     assert not set(wrong) & set(values.values())
-    keys = {name: "op_backends" if name == "PER_OP" else name.lower() for name in values}
+    keys = {name: BY_VARIABLE[name] for name in values}
     assert policy.explicit == set(keys.values())
     assert policy.sources == {**policy.sources, **{key: f"VLLM_FL_{name}" for name, key in keys.items()}}
 

@@ -27,7 +27,7 @@ from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch._installed import version_of
-from vllm_fl.dispatch._known import known_wheels
+from vllm_fl.dispatch.wheels import known_wheels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -485,7 +485,7 @@ from vllm_fl.dispatch import Backend
 
 class Acme(Backend):
     name = "acme"
-    default_policy = {"op_backends": {"silu_and_mul": "vendor", "moe_of_tomorrow": "vendor"}}
+    default_policy = {"per_op_order": {"silu_and_mul": "vendor", "moe_of_tomorrow": "vendor"}}
 
     def is_available(self):
         return True

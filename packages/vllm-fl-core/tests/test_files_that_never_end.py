@@ -64,7 +64,7 @@ def test_no_regular_file(
 
 def bomb(first: str, each: str) -> str:
     """Return a list in which each entry is twice the one before."""
-    return "op_backends:\n  silu_and_mul:\n" + "".join(
+    return "per_op_order:\n  silu_and_mul:\n" + "".join(
         f"  - &a{n} {first if n == 0 else each.replace('*', f'*a{n - 1}')}\n" for n in range(40)
     )
 
@@ -78,7 +78,7 @@ TEXTS = {
     "indentation": ("".join(" " * n + "a:\n" for n in range(1000)), "nested too deeply"),
     "aliases": (bomb("[x, x]", "[*, *]"), "it means more than 100,000 values"),
     "merge keys": (bomb("{x: 1}", "{<<: [*, *]}"), "it means more than 100,000 values"),
-    "a value in itself": ("op_backends: &a [*a]\n", "recursive"),
+    "a value in itself": ("per_op_order: &a [*a]\n", "recursive"),
     "a number of many digits": ("prefer: " + "1" * 2**19, "more than 4,000 characters"),
     "a number to the base of 60": ("prefer: " + "1" + ":1" * 2**18, "more than 4,000 characters"),
     "a large file": ("#" * (2**20 + 1), "cannot be read: it is larger than 1,048,576 bytes"),

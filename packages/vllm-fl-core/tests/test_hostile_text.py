@@ -75,7 +75,7 @@ evil_operator.__doc__ = EVIL
 
 class Evil(Backend):
     name = "evil"
-    default_policy = {{EVIL: EVIL, "op_backends": {{EVIL: EVIL, "rms_norm": [EVIL]}}}}
+    default_policy = {{EVIL: EVIL, "per_op_order": {{EVIL: EVIL, "rms_norm": [EVIL]}}}}
 
     def is_available(self):
         raise RuntimeError(EVIL)
@@ -85,7 +85,7 @@ class Evil(Backend):
 
 class Failing(Backend):
     name = "failing"
-    default_policy = {{EVIL: EVIL, "op_backends": {{EVIL: EVIL, "rms_norm": [EVIL]}}}}
+    default_policy = {{EVIL: EVIL, "per_op_order": {{EVIL: EVIL, "rms_norm": [EVIL]}}}}
 
     def is_available(self):
         return True

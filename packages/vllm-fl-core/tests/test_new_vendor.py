@@ -10,7 +10,7 @@ import pytest
 from vllm_fl.cli import main
 from vllm_fl.cli.new_vendor import rename
 from vllm_fl.cli.output import Problem
-from vllm_fl.dispatch._known import known_wheels
+from vllm_fl.dispatch.wheels import known_wheels
 
 FILES = {
     "pyproject.toml": 'name = "vllm-plugin-template"\n# <sample>\nauthors = 1\n\n# </sample>\nlast = 1\n',

@@ -22,7 +22,10 @@ from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import with_denied_vendors
 from vllm_fl.dispatch import with_strict_mode
-from vllm_fl.dispatch._packaged import effective
+from vllm_fl.dispatch.policy.keys import KEYS
+from vllm_fl.dispatch.policy.packaged import effective
+from vllm_fl.dispatch.policy.shipping import received
+from vllm_fl.dispatch.policy.shipping import shipped
 from vllm_fl.dispatch.types import Origin
 
 if TYPE_CHECKING:
@@ -76,8 +79,8 @@ def order_and_source(manager: OpManager) -> tuple[str, str]:
 def in_force(manager: OpManager) -> dict[str, Any]:
     """Return what holds, where that is not the built-in default."""
     found = effective(manager._policy_in_force(), manager.snapshot()).to_dict()
-    built_in = {**SelectionPolicy().to_dict(), "explicit": found["explicit"]}
-    return {key: value for key, value in found.items() if value != built_in[key]}
+    defaults = {name: key.type.plain(key.type.default) for name, key in KEYS.items()}
+    return {name: found[name] for name in KEYS if found[name] != defaults[name]}
 
 
 PLAIN = ("flagos vendor reference native", "the defaults")
@@ -108,7 +111,7 @@ def test_those_of_a_vendor_that_is_not_available_do_not_apply() -> None:
 @pytest.mark.parametrize("values", [{"deny_vendors": ["acme"]}, {"allow_vendors": ["cuda"]}])
 def test_those_of_a_vendor_that_may_not_be_chosen_do_not_apply(values: dict[str, Any]) -> None:
     """Its order would leave nothing to run."""
-    manager = manager_with(backend("acme", {"op_backends": {"silu_and_mul": ["vendor"]}}))
+    manager = manager_with(backend("acme", {"per_op_order": {"silu_and_mul": ["vendor"]}}))
     set_global_policy(SelectionPolicy.from_dict(**values))
     assert order_and_source(manager) == PLAIN
 
@@ -121,14 +124,14 @@ DEFAULTS = {
     "strict": "on",
     "deny_vendors": ["ascend"],
     "allow_vendors": ["acme", "template"],
-    "op_backends": {"silu_and_mul": "vendor", "rms_norm": ["reference"]},
+    "per_op_order": {"silu_and_mul": "vendor", "rms_norm": ["reference"]},
 }
 PACKAGED = {
     "prefer": "vendor",
     "strict": True,
     "deny_vendors": ["ascend"],
     "allow_vendors": ["acme", "template"],
-    "op_backends": {"silu_and_mul": ["vendor"], "rms_norm": ["reference"]},
+    "per_op_order": {"silu_and_mul": ["vendor"], "rms_norm": ["reference"]},
 }
 OVER = [
     ({}, PACKAGED),
@@ -142,10 +145,10 @@ OVER = [
     ({"allow_vendors": ["acme"]}, {**PACKAGED, "allow_vendors": ["acme"]}),
     ({"allow_vendors": ["+cuda"]}, {**PACKAGED, "allow_vendors": ["acme", "cuda", "template"]}),
     (
-        {"op_backends": {"rms_norm": ["native"], "moe_sum": ["vendor"]}},
+        {"per_op_order": {"rms_norm": ["native"], "moe_sum": ["vendor"]}},
         {
             **PACKAGED,
-            "op_backends": {"silu_and_mul": ["vendor"], "rms_norm": ["native"], "moe_sum": ["vendor"]},
+            "per_op_order": {"silu_and_mul": ["vendor"], "rms_norm": ["native"], "moe_sum": ["vendor"]},
         },
     ),
     ({"defaults": "none"}, {"defaults": "none"}),
@@ -158,14 +161,13 @@ OVER = [
 
 
 def by_variables(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in values.items():
-        name = {"op_backends": "PER_OP"}.get(key, key.upper())
+    for name, value in values.items():
         text = str(value)
         if isinstance(value, list):
             text = ",".join(value)
         if isinstance(value, dict):
             text = ";".join(f"{op}={'|'.join(order)}" for op, order in value.items())
-        monkeypatch.setenv(f"VLLM_FL_{name}", text)
+        monkeypatch.setenv(KEYS[name].variable, text)
 
 
 def by_file(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +176,7 @@ def by_file(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def in_code(values: dict[str, Any]) -> SelectionPolicy:
-    renamed = {"per_op_order" if key == "op_backends" else key: value for key, value in values.items()}
-    return SelectionPolicy.from_dict(**renamed)
+    return SelectionPolicy.from_dict(**values)
 
 
 def by_code(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,10 +185,7 @@ def by_code(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def by_shipping(values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the front end's policy reaches a worker."""
-    policy = in_code(values)
-    again = SelectionPolicy.from_plain(json.loads(json.dumps(policy.to_dict())), "the front end")
-    assert again.fingerprint() == policy.fingerprint()
-    set_global_policy(again)
+    set_global_policy(received(json.loads(json.dumps(shipped(in_code(values))))))
 
 
 @pytest.mark.parametrize("say", [by_variables, by_file, by_code, by_shipping])
@@ -202,8 +200,8 @@ def test_whoever_says_it_it_lies_over_them(
     manager = manager_with(backend("acme", DEFAULTS))
     say(values, tmp_path, monkeypatch)
     assert in_force(manager) == expected
-    assert not set(in_force(manager).get("op_backends", ())) - {"silu_and_mul", "rms_norm", "moe_sum"}
-    is_said = "prefer" in values or "silu_and_mul" in values.get("op_backends", ())
+    assert not set(in_force(manager).get("per_op_order", ())) - {"silu_and_mul", "rms_norm", "moe_sum"}
+    is_said = "prefer" in values or "silu_and_mul" in values.get("per_op_order", ())
     assert manager._policy_in_force().is_explicit_for("silu_and_mul") == is_said
 
 
@@ -238,7 +236,7 @@ def test_where_each_value_comes_from(
         return {row["key"]: row["source"] for row in json.loads(capfd.readouterr().out)["values"]}
 
     file = tmp_path / "policy.yaml"
-    file.write_text("strict: off\ndeny_vendors: [+cuda]\nop_backends:\n  rms_norm: native\n")
+    file.write_text("strict: off\ndeny_vendors: [+cuda]\nper_op_order:\n  rms_norm: native\n")
     monkeypatch.setenv("VLLM_FL_CONFIG", str(file))
     assert shown() == {
         "prefer": ACME,
@@ -246,71 +244,71 @@ def test_where_each_value_comes_from(
         "allow_vendors": ACME,
         "deny_vendors": f"{file}:2, added to {ACME}",
         "defaults": "default",
-        "op_backends.rms_norm": f"{file}:4",
-        "op_backends.silu_and_mul": ACME,
+        "per_op_order.rms_norm": f"{file}:4",
+        "per_op_order.silu_and_mul": ACME,
         "tuned": "default",
     }
     # What code says has no place of its own, and is not the wheel's for that.
     set_global_policy(SelectionPolicy.from_dict(prefer="native", per_op_order={"rms_norm": ["native"]}))
     found = shown()
-    assert found["prefer"] == found["op_backends.rms_norm"] == "code"
-    assert found["strict"] == found["op_backends.silu_and_mul"] == ACME
+    assert found["prefer"] == found["per_op_order.rms_norm"] == "code"
+    assert found["strict"] == found["per_op_order.silu_and_mul"] == ACME
     set_global_policy(SelectionPolicy(defaults="none"))
     assert set(shown().values()) == {"default", "code"}
 
 
 # -- what a bad entry costs ----------------------------------------------------------------
 
-TWO = {"prefer": "vendor", "op_backends": {"silu_and_mul": "vendor", "rms_norm": ["reference"]}}
-HELD = {"prefer": "vendor", "op_backends": {"silu_and_mul": ["vendor"], "rms_norm": ["reference"]}}
+TWO = {"prefer": "vendor", "per_op_order": {"silu_and_mul": "vendor", "rms_norm": ["reference"]}}
+HELD = {"prefer": "vendor", "per_op_order": {"silu_and_mul": ["vendor"], "rms_norm": ["reference"]}}
 
 
 def with_order(**orders: Any) -> dict[str, Any]:
-    return {**TWO, "op_backends": {**TWO["op_backends"], **orders}}  # type: ignore[dict-item]
+    return {**TWO, "per_op_order": {**TWO["per_op_order"], **orders}}  # type: ignore[dict-item]
 
 
 #: Packaged defaults, what holds of them, and what is said of each entry that does not.
 ENTRIES: list[tuple[Any, dict[str, Any], list[str]]] = [
-    ({**TWO, "prefer": "vendr"}, {"op_backends": HELD["op_backends"]}, ["prefer must be one of "]),
-    ({**TWO, "prefer": None}, {"op_backends": HELD["op_backends"]}, ["prefer must be one of "]),
+    ({**TWO, "prefer": "vendr"}, {"per_op_order": HELD["per_op_order"]}, ["prefer must be one of "]),
+    ({**TWO, "prefer": None}, {"per_op_order": HELD["per_op_order"]}, ["prefer must be one of "]),
     ({**TWO, "strict": "maybe"}, HELD, ["strict must be one of 1/0"]),
     ({**TWO, "prefers": "vendor"}, HELD, ["unknown key 'prefers'; keys are "]),
     ({**TWO, 1: "vendor"}, HELD, ["unknown key 1; keys are "]),
     ({**TWO, "tuned": {}}, HELD, ["tuned has no meaning in packaged defaults."]),
     ({**TWO, "defaults": "none"}, HELD, ["defaults has no meaning in packaged defaults."]),
-    ({**TWO, "op_backends": ["x"]}, {"prefer": "vendor"}, ["op_backends must map operators to orders"]),
+    ({**TWO, "per_op_order": ["x"]}, {"prefer": "vendor"}, ["per_op_order must map operators to orders"]),
     # An operator that a newer core knows.
-    (with_order(moe_of_tomorrow="vendor"), HELD, ["op_backends: unknown operator 'moe_of_tomorrow'."]),
-    (with_order(**{"": "vendor"}), HELD, ["op_backends: unknown operator ''."]),
-    (with_order(moe_sum=3), HELD, ["op_backends: the order of 'moe_sum' must be a list of tokens, not 3."]),
-    (with_order(moe_sum=[]), HELD, ["op_backends: the order of 'moe_sum' is empty."]),
+    (with_order(moe_of_tomorrow="vendor"), HELD, ["per_op_order: unknown operator 'moe_of_tomorrow'."]),
+    (with_order(**{"": "vendor"}), HELD, ["per_op_order: unknown operator ''."]),
+    (with_order(moe_sum=3), HELD, ["per_op_order: the order of 'moe_sum' must be a list of tokens, not 3."]),
+    (with_order(moe_sum=[]), HELD, ["per_op_order: the order of 'moe_sum' is empty."]),
     (
-        {**TWO, "op_backends": {1: "vendor", **TWO["op_backends"]}},  # type: ignore[dict-item]
+        {**TWO, "per_op_order": {1: "vendor", **TWO["per_op_order"]}},  # type: ignore[dict-item]
         HELD,
-        ["op_backends: unknown operator 1."],
+        ["per_op_order: unknown operator 1."],
     ),
     # One token of an order.
     (
         with_order(rms_norm=["vendor:nobody", "quick", None, "reference", "reference"]),
         HELD,
         [
-            "op_backends.rms_norm: unknown vendor 'nobody'.",
-            "op_backends.rms_norm: 'quick' in the order of 'rms_norm' is no token",
-            "op_backends.rms_norm: None in the order of 'rms_norm' is no token",
-            "op_backends.rms_norm: the order of 'rms_norm' names a token twice: reference|reference.",
+            "per_op_order.rms_norm: unknown vendor 'nobody'.",
+            "per_op_order.rms_norm: 'quick' in the order of 'rms_norm' is no token",
+            "per_op_order.rms_norm: None in the order of 'rms_norm' is no token",
+            "per_op_order.rms_norm: the order of 'rms_norm' names a token twice: reference|reference.",
         ],
     ),
     (
         with_order(rms_norm="impl:vendor.x | reference"),
         HELD,
-        ["op_backends.rms_norm: unknown implementation"],
+        ["per_op_order.rms_norm: unknown implementation"],
     ),
     (
         with_order(moe_sum=["vendor:nobody"]),
         HELD,
         [
-            "op_backends.moe_sum: unknown vendor 'nobody'.",
-            "op_backends.moe_sum: nothing is left of this order.",
+            "per_op_order.moe_sum: unknown vendor 'nobody'.",
+            "per_op_order.moe_sum: nothing is left of this order.",
         ],
     ),
     # Vendors: to allow one who is not here is a mistake, to deny one is none.
@@ -401,7 +399,7 @@ def test_what_does_not_hold_is_a_note_of_the_policy(
 
     acme = backend("acme", with_order(moe_of_tomorrow="vendor"))
     (line,) = notes(acme)
-    assert line.startswith(f"{ACME}: op_backends: unknown operator 'moe_of_tomorrow'.")
+    assert line.startswith(f"{ACME}: per_op_order: unknown operator 'moe_of_tomorrow'.")
     assert notes(acme, backend("beta", {})) == [
         "acme, beta are available: the packaged defaults of none apply"
     ]

@@ -26,7 +26,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_logger
 from vllm_fl.dispatch import policy_from_config
 from vllm_fl.dispatch import set_log_level
-from vllm_fl.dispatch._known import known_wheels
+from vllm_fl.dispatch.wheels import known_wheels
 
 if TYPE_CHECKING:
     from collections.abc import Callable

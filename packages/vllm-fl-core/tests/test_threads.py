@@ -25,10 +25,10 @@ from vllm_fl.dispatch import call_op
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import manager as manager_module
-from vllm_fl.dispatch import policy as policy_module
 from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch import resolve_op
 from vllm_fl.dispatch import set_global_policy
+from vllm_fl.dispatch.policy import in_force as policy_module
 from vllm_fl.dispatch.types import Origin
 
 if TYPE_CHECKING:

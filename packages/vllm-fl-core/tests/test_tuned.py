@@ -139,8 +139,7 @@ def test_the_fingerprint_covers_it_and_it_reaches_a_worker() -> None:
     policy = _policy()
     other = _policy({OP: [{**TABLE[OP][0], "max_rows": 17}]})
     assert len({policy.fingerprint(), other.fingerprint(), SelectionPolicy().fingerprint()}) == 3
-    plain = json.loads(json.dumps(policy.to_dict()))
-    again = SelectionPolicy.from_plain(plain, "the front end")
+    again = SelectionPolicy.from_dict(**json.loads(json.dumps(policy.to_dict())))
     assert again == policy
     assert again.fingerprint() == policy.fingerprint()
     assert policy.is_explicit_for(OP)

@@ -12,9 +12,9 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._foreign import raise_if_from_a_signal
-from vllm_fl.dispatch._known import install_hint
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.variables import unread_variables
+from vllm_fl.dispatch.wheels import install_hint
 
 if TYPE_CHECKING:
     import argparse

@@ -22,15 +22,15 @@ from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch._installed import entry_points
 from vllm_fl.dispatch._installed import name_of
 from vllm_fl.dispatch._installed import version_of
-from vllm_fl.dispatch._known import known_wheels
 from vllm_fl.dispatch.types import NATIVE
+from vllm_fl.dispatch.wheels import known_wheels
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator
 
     from vllm_fl.cli.output import Output
-    from vllm_fl.dispatch._known import Wheel
+    from vllm_fl.dispatch.wheels import Wheel
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _SAMPLE_ONLY = re.compile(r"^[^\n]*<sample>.*?</sample>[^\n]*\n", re.MULTILINE | re.DOTALL)

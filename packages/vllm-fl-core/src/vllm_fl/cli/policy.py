@@ -13,13 +13,15 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import match_token
 from vllm_fl.dispatch import policy_from_config
-from vllm_fl.dispatch._packaged import effective
-from vllm_fl.dispatch._packaged import lies_below
 from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.policy.keys import KEYS
+from vllm_fl.dispatch.policy.packaged import effective
+from vllm_fl.dispatch.policy.packaged import lies_below
 from vllm_fl.dispatch.types import NATIVE
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
     from vllm_fl.cli.output import Output
     from vllm_fl.dispatch import OpRegistrySnapshot
@@ -68,13 +70,14 @@ def _show(arguments: argparse.Namespace, output: Output) -> int:
         policy = get_policy()
     except DispatchError as error:
         raise Problem(str(error)) from None
-    values = values_of(effective(policy, manager.snapshot()))
+    in_force = effective(policy, manager.snapshot())
     below = lies_below(policy, manager.snapshot())
     notes = [*manager.check_policy(policy), *below.faults, *filter(None, [below.note])]
     if arguments.json:
+        values = values_of(in_force)
         output.json_object({"fingerprint": policy.fingerprint(), "values": values, "notes": notes})
     else:
-        output.table(f"Policy {policy.fingerprint()}", _COLUMNS, _rows(values))
+        output.table(f"Policy {policy.fingerprint()}", _COLUMNS, _table(in_force))
         for note in notes:
             output.text(printable(f"note: {note}"))
     warn_of_unread(manager, output)
@@ -94,11 +97,12 @@ def _check(arguments: argparse.Namespace, output: Output) -> int:
         return 1
     except DispatchError as error:
         raise Problem(str(error)) from None
-    values, notes = values_of(policy), [*notes, *_means_nothing_here(policy, manager.snapshot())]
+    notes = [*notes, *_means_nothing_here(policy, manager.snapshot())]
     if arguments.json:
+        values = values_of(policy)
         output.json_object({"file": arguments.file, "problem": None, "values": values, "notes": notes})
         return 0
-    output.table(f"{arguments.file} is right", _COLUMNS, _rows(values))
+    output.table(f"{arguments.file} is right", _COLUMNS, _table(policy))
     for note in notes:
         output.text(printable(f"note: {note}"))
     return 0
@@ -109,34 +113,27 @@ def values_of(policy: SelectionPolicy) -> list[dict[str, Any]]:
 
     Returns:
         ``{"key", "value", "source"}``: the keys of the policy file, an operator's own
-        order as ``op_backends.<operator>``. ``source`` is ``default``, ``code``, a
+        order as ``per_op_order.<operator>``. ``source`` is ``default``, ``code``, a
         variable, ``file:line`` or a vendor's packaged defaults.
     """
-    values = policy.to_dict()
-    plain: dict[str, Any] = {
-        **{key: values[key] for key in ("prefer", "strict", "allow_vendors", "deny_vendors", "defaults")},
-        **{f"op_backends.{op_name}": list(order) for op_name, order in policy.per_op_order},
-        "tuned": [f"{op_name}, {one}: {'|'.join(one.order)}" for op_name, its in policy.tuned for one in its],
-    }
-    return [{"key": key, "value": value, "source": _source(policy, key)} for key, value in plain.items()]
+    return [{"key": name, "value": value, "source": source} for name, value, _, source in _rows(policy)]
 
 
-def _source(policy: SelectionPolicy, key: str) -> str:
-    group = key.partition(".")[0]
-    unnamed = "code" if group in policy.explicit else "default"
-    return policy.sources.get(key) or policy.sources.get(group) or unnamed
+def _rows(policy: SelectionPolicy) -> Iterator[tuple[str, Any, str, str]]:
+    """Yield the key, the value, its text and its source."""
+    for name, key in KEYS.items():
+        rows = key.type.rows(getattr(policy, name), adds=name in policy.extends)
+        for inner, (value, text) in rows.items():
+            yield f"{name}{inner}", value, text, _source(policy, f"{name}{inner}")
 
 
-def _rows(values: list[dict[str, Any]]) -> list[list[str]]:
-    return [[row["key"], _text(row["key"], row["value"]), row["source"]] for row in values]
+def _table(policy: SelectionPolicy) -> list[list[str]]:
+    return [[name, text, source] for name, _, text, source in _rows(policy)]
 
 
-def _text(key: str, value: object) -> str:
-    if value is None:
-        return "all"
-    if isinstance(value, list):
-        return (" | " if key.startswith("op_backends.") else ", ").join(value) or "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _source(policy: SelectionPolicy, name: str) -> str:
+    is_set = name.partition(".")[0] in policy.explicit
+    return policy.source(name) or ("code" if is_set else "default")
 
 
 def _means_nothing_here(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> list[str]:
@@ -146,6 +143,6 @@ def _means_nothing_here(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -
         impls = snapshot.impls_by_op.get(op_name, ())
         for token in order:
             if token != NATIVE and not any(match_token(impl, token) for impl in impls):
-                place = _source(policy, f"op_backends.{op_name}")
+                place = _source(policy, f"per_op_order.{op_name}")
                 notes.append(f"{place}: nothing that is installed here is {token!r} of {op_name}")
     return notes

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._known import owner_of
 from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.registry import check_backend
 from vllm_fl.dispatch.types import OpImpl
+from vllm_fl.dispatch.wheels import owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

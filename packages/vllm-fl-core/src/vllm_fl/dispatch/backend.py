@@ -147,11 +147,14 @@ class _Availability:
         self._lock = ForkSafeLock()
         self._answers: dict[tuple[int, str], tuple[object, str | None]] = {}
         self._asking: dict[tuple[int, str], tuple[Work, ...]] = {}
+        #: Another object after the answers were forgotten.
+        self.era = object()
         #: Grows with every answer that holds for one call alone.
         self.provisional = 0
         after_fork_in_child(self._answers_of_parent)
 
     def _answers_of_parent(self) -> None:
+        self.era = object()
         self._answers.clear()
         self._asking.clear()
 
@@ -201,6 +204,7 @@ class _Availability:
 
     def forget(self) -> None:
         with self._lock:
+            self.era = object()
             self._answers.clear()
             self._asking.clear()
 
@@ -211,6 +215,11 @@ _availability = _Availability()
 def forget_availability() -> None:
     """Ask every backend again the next time; for tests, and after a device appears."""
     _availability.forget()
+
+
+def answers() -> object:
+    """Return an object that is another one after the backends' answers were forgotten."""
+    return _availability.era
 
 
 def provisional_answers() -> int:

@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._config import names_variable
 from vllm_fl.dispatch._foreign import absent_module
 from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._foreign import is_loggable
@@ -37,7 +36,6 @@ from vllm_fl.dispatch._installed import sentence
 from vllm_fl.dispatch._installed import text_of
 from vllm_fl.dispatch._installed import version_of
 from vllm_fl.dispatch._kept import process_kept
-from vllm_fl.dispatch._known import owner_of
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._log import root_logger_kept
 from vllm_fl.dispatch._stage import TOO_MANY
@@ -45,11 +43,13 @@ from vllm_fl.dispatch._stage import Stage
 from vllm_fl.dispatch._suggest import did_you_mean
 from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch._watch import Watch
+from vllm_fl.dispatch.environment import names_variable
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.registry import PluginRecord
 from vllm_fl.dispatch.types import Origin
 from vllm_fl.dispatch.variables import PREFIX
+from vllm_fl.dispatch.wheels import owner_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -95,11 +95,9 @@ from vllm_fl.dispatch._foreign import is_loggable
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._fork import after_fork_in_child
 from vllm_fl.dispatch._guard import Candidate
-from vllm_fl.dispatch._known import check_names
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._log import level_from_environment
 from vllm_fl.dispatch._log import warn_once
-from vllm_fl.dispatch._packaged import effective
 from vllm_fl.dispatch._refusal import note_entrance
 from vllm_fl.dispatch._refusal import note_handed_out
 from vllm_fl.dispatch._work import Work
@@ -108,10 +106,13 @@ from vllm_fl.dispatch.errors import DispatchError
 from vllm_fl.dispatch.errors import NoImplementationError
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.plan import Plan
-from vllm_fl.dispatch.policy import _context
 from vllm_fl.dispatch.policy import add_policy_listener
 from vllm_fl.dispatch.policy import global_policy
 from vllm_fl.dispatch.policy import publish_if_current
+from vllm_fl.dispatch.policy.in_force import check_names_with
+from vllm_fl.dispatch.policy.in_force import context
+from vllm_fl.dispatch.policy.names import check_names
+from vllm_fl.dispatch.policy.packaged import effective
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.resolved import build
 from vllm_fl.dispatch.resolved import nothing_runs
@@ -132,9 +133,9 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Bound once: Python takes an imported name for a module, and `_context.get()` would
+# Bound once: Python takes an imported name for a module, and `context.get()` would
 # make a bound method for every call.
-_context_policy = _context.get
+_context_policy = context.get
 
 #: Tables of context policies that are kept; older ones are made anew.
 _TABLES_KEPT = 64
@@ -745,6 +746,8 @@ def resolve_op(op_name: str) -> Callable[..., Any]:
     """
     return get_default_manager().resolve(op_name)
 
+
+check_names_with(lambda policy: get_default_manager().check_policy(policy))
 
 # An implementation may call another operator: its exceptions pass through these.
 note_entrance(OpManager.call)

@@ -11,11 +11,11 @@ from vllm_fl.dispatch import _guard
 from vllm_fl.dispatch import decision as status
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._binding import adapt
-from vllm_fl.dispatch._known import install_hint
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._text import printable
 from vllm_fl.dispatch.tuned import by_shape
 from vllm_fl.dispatch.types import NATIVE
+from vllm_fl.dispatch.wheels import install_hint
 
 if TYPE_CHECKING:
     from collections.abc import Callable

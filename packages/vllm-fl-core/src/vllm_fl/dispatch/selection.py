@@ -9,12 +9,12 @@ from vllm_fl.dispatch import decision as status
 from vllm_fl.dispatch._binding import signature_problem
 from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._foreign import raise_if_from_a_signal
-from vllm_fl.dispatch._packaged import effective
 from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.backend import availability
 from vllm_fl.dispatch.decision import CandidateReport
 from vllm_fl.dispatch.decision import Decision
 from vllm_fl.dispatch.errors import UnknownOperatorError
+from vllm_fl.dispatch.policy.packaged import effective
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.types import match_token
 
@@ -83,7 +83,7 @@ def decide(
 
 
 def _source(op_name: str, policy: SelectionPolicy) -> str:
-    key = "prefer" if policy.get_per_op_order(op_name) is None else "op_backends"
+    key = "prefer" if policy.get_per_op_order(op_name) is None else "per_op_order"
     default = "code" if key in policy.explicit else "the defaults"
     return policy.sources.get(f"{key}.{op_name}") or policy.sources.get(key) or default
 

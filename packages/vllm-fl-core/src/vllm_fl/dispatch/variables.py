@@ -1,6 +1,7 @@
 """Every environment variable: what it says, and its default.
 
-The one table of the core's variables. The documentation, ``vllm-fl doctor`` and the
+The one table of the core's variables; those of a policy are made of its keys'
+(:mod:`vllm_fl.dispatch.policy.keys`). The documentation, ``vllm-fl doctor`` and the
 registration with vLLM (which warns of every ``VLLM_*`` that it does not know) read
 it here. A plugin names its own in ``VLLM_FL_VARIABLES`` of the module that its entry
 point names; :attr:`~vllm_fl.dispatch.registry.PluginRecord.variables` has them.
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_fl.dispatch._suggest import did_you_mean
+from vllm_fl.dispatch.policy.keys import KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,20 +42,13 @@ class Variable:
 
 
 _ALL = (
-    Variable("VLLM_FL_CONFIG", "a YAML file with the whole policy; it replaces the six variables below"),
-    Variable("VLLM_FL_PREFER", "the kind that is tried first: flagos, vendor, reference or native", "flagos"),
     Variable(
-        "VLLM_FL_STRICT", "raise an implementation's first failure instead of running the next one", "0"
+        "VLLM_FL_CONFIG", "a YAML file with the whole policy; it replaces the variables of single keys below"
     ),
-    Variable("VLLM_FL_PER_OP", "operators' own orders: op=a|b;op2=x"),
-    Variable(
-        "VLLM_FL_ALLOW_VENDORS", "the only vendors that may be chosen, with commas between; +a,+b adds", "all"
-    ),
-    Variable("VLLM_FL_DENY_VENDORS", "vendors that are never chosen, with commas between; +a,+b adds"),
-    Variable(
-        "VLLM_FL_DEFAULTS",
-        "none leaves out the defaults that the available vendor's wheel brings",
-        "packaged",
+    *(
+        Variable(key.variable, key.meaning_of_variable, key.type.written(key.type.default))
+        for key in KEYS.values()
+        if key.variable
     ),
     Variable("VLLM_FL_PREFER_ENABLED", "0 leaves every layer of vLLM to vLLM", "1"),
     Variable("VLLM_FL_OOT_ENABLED", "0 replaces none of vLLM's layers", "1"),

@@ -8,11 +8,11 @@ from typing import Any
 
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import discovery
-from vllm_fl.dispatch._known import faster_wheels
 from vllm_fl.dispatch._text import printable
 from vllm_fl.dispatch.variables import PREFIX
 from vllm_fl.dispatch.variables import VARIABLES
 from vllm_fl.dispatch.variables import hint
+from vllm_fl.dispatch.wheels import faster_wheels
 from vllm_fl.doctor import apart
 from vllm_fl.doctor.finding import FAIL
 from vllm_fl.doctor.finding import PASS

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch import PolicyError
-from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._sources import UNREADABLE
+from vllm_fl.dispatch.policy import shipping
+from vllm_fl.dispatch.policy.reading import policy_from_environment
 from vllm_fl.integration import ranks
 from vllm_fl.integration.log import logger
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm_fl.dispatch import Plan
+    from vllm_fl.dispatch import SelectionPolicy
 
 #: The entry of vLLM's ``additional_config``.
 KEY = "vllm_fl"
@@ -79,8 +81,7 @@ def ship_policy(engine_args: Any) -> None:
             f"additional_config[{KEY!r}] is written by vllm-fl; set VLLM_FL_CONFIG or a VLLM_FL_* "
             "variable, or call set_global_policy()."
         )
-    shipped = {"policy": policy.to_dict(), "fingerprint": policy.fingerprint()}
-    engine_args.additional_config = {**given, KEY: shipped}
+    engine_args.additional_config = {**given, KEY: shipping.shipped(policy)}
 
 
 #: What vLLM keeps for the process, by the module that keeps it, and how it is emptied:
@@ -114,8 +115,6 @@ def _leave_to_vllm(layer: Any) -> None:
 
 
 def _is_from_environment(policy: SelectionPolicy) -> bool:
-    from vllm_fl.dispatch._config import policy_from_environment
-
     return policy == policy_from_environment()
 
 
@@ -126,7 +125,8 @@ def begin(vllm_config: Any) -> Plan | None:
     one. Without a model (a layer that is built by hand) nothing is frozen.
 
     Raises:
-        PolicyError: the shipped policy is not the one that its fingerprint names.
+        PolicyError: the shipped policy cannot be read here, or is not the one that its
+            fingerprint names.
         RanksDifferError: another rank of the engine chose otherwise, or did not choose.
     """
     if getattr(vllm_config, "model_config", None) is None:
@@ -150,13 +150,7 @@ def begin(vllm_config: Any) -> Plan | None:
 
 def _freeze(shipped: Any) -> Plan:
     if shipped is not None and get_policy().fingerprint() != shipped["fingerprint"]:
-        policy = SelectionPolicy.from_plain(shipped["policy"], "the front end")
-        if policy.fingerprint() != shipped["fingerprint"]:
-            raise PolicyError(
-                f"this process reads the policy {policy.fingerprint()} where the front end sent "
-                f"{shipped['fingerprint']}: their vllm-fl-core differ."
-            )
-        set_global_policy(policy)
+        set_global_policy(shipping.received(shipped))
     plan = get_default_manager().freeze(_facts)
     ranks.agree(plan, _facts)
     record = trace.recorder()

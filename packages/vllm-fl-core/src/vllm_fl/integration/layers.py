@@ -24,14 +24,14 @@ from vllm_fl.dispatch import _runtime
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch._config import names_variable
 from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch._guard import Candidate
-from vllm_fl.dispatch._known import faster_wheels
 from vllm_fl.dispatch._runtime import is_one_of_several_ranks
 from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.environment import names_variable
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.types import BackendImplKind
+from vllm_fl.dispatch.wheels import faster_wheels
 from vllm_fl.integration import engine
 from vllm_fl.integration import moe
 from vllm_fl.integration import quantization

@@ -16,7 +16,7 @@ from typing import Any
 from vllm_fl.dispatch import get_discovered_plugins
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch._config import boolean_variable
+from vllm_fl.dispatch.environment import boolean_variable
 from vllm_fl.dispatch.variables import known_variables
 from vllm_fl.dispatch.variables import unread_variables
 from vllm_fl.integration import attention

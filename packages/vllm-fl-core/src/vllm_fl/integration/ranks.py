@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch._config import seconds_variable
 from vllm_fl.dispatch._runtime import is_one_of_several_ranks
 from vllm_fl.dispatch.decision import CHOSEN
 from vllm_fl.dispatch.decision import NEXT
+from vllm_fl.dispatch.environment import seconds_variable
 from vllm_fl.dispatch.errors import DispatchError
 from vllm_fl.integration.log import logger
 

@@ -3,36 +3,44 @@
 They are of the wheel's day: it may know an operator, a vendor or a key that this core or this
 machine does not. Such an entry is left out with one line, and the rest holds. They are
 explicit in nothing: installing a wheel is no wish of the user's.
+
+They are read, and a policy is laid over them, once for a policy and a snapshot.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
 from typing import NamedTuple
 
-from vllm_fl.dispatch._config import policy_of
-from vllm_fl.dispatch._config import read
 from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._foreign import raise_if_from_a_signal
-from vllm_fl.dispatch._known import Names
 from vllm_fl.dispatch._log import warn_once
 from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.backend import Backend
+from vllm_fl.dispatch.backend import answers
+from vllm_fl.dispatch.backend import provisional_answers
 from vllm_fl.dispatch.errors import PolicyError
-from vllm_fl.dispatch.policy import PACKAGED
-from vllm_fl.dispatch.policy import SelectionPolicy
-from vllm_fl.dispatch.policy import check_order
+from vllm_fl.dispatch.policy.keys import KEYS
+from vllm_fl.dispatch.policy.keys import PACKAGED
+from vllm_fl.dispatch.policy.keys import key_of
+from vllm_fl.dispatch.policy.names import Names
+from vllm_fl.dispatch.policy.reading import policy_of
+from vllm_fl.dispatch.policy.value import SelectionPolicy
+from vllm_fl.dispatch.policy.value_types import Orders
+from vllm_fl.dispatch.policy.value_types import Vendors
+from vllm_fl.dispatch.policy.value_types import check_order
+from vllm_fl.dispatch.policy.value_types import tokens_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from vllm_fl.dispatch.policy.keys import Key
     from vllm_fl.dispatch.registry import OpRegistrySnapshot
 
-#: Keys of the policy file that mean nothing in a wheel.
-_NOT_PACKAGED = ("tuned", "defaults")
+#: Policies of contexts come and go: of so many it is known what they lie over.
+_KEPT = 64
 
 
 class Below(NamedTuple):
@@ -49,13 +57,47 @@ class Below(NamedTuple):
     note: str = ""
 
 
+class _Laid(NamedTuple):
+    """A policy, what it was laid over, and what came of it."""
+
+    upper: SelectionPolicy
+    snapshot: weakref.ref[OpRegistrySnapshot]
+    answers: object
+    below: Below
+    effective: SelectionPolicy
+
+
+#: By identity of policy and snapshot. Replaced, not edited, so that nobody waits.
+_laid: dict[tuple[int, int], _Laid] = {}
+
+
 def effective(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> SelectionPolicy:
     """Lay a policy over the packaged defaults, key by key and operator by operator."""
-    return _over(policy, lies_below(policy, snapshot).policy)
+    return _lay(policy, snapshot).effective
 
 
 def lies_below(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> Below:
-    """Return the packaged defaults of the only available vendor; they are read anew each time."""
+    """Return the packaged defaults of the only available vendor."""
+    return _lay(policy, snapshot).below
+
+
+def _lay(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> _Laid:
+    global _laid
+    key = (id(policy), id(snapshot))
+    found, heard = _laid.get(key), answers()
+    # The entry keeps its policy alive, so that no other one has this id; of a snapshot it asks.
+    if found is not None and found.snapshot() is snapshot and found.answers is heard:
+        return found
+    provisional = provisional_answers()
+    below = _find_below(policy, snapshot)
+    made = _Laid(policy, weakref.ref(snapshot), heard, below, _over(policy, below.policy))
+    if provisional == provisional_answers():
+        kept = [(key, one) for key, one in _laid.items() if one.snapshot() is not None]
+        _laid = {**dict(kept[1 - _KEPT :]), key: made}
+    return made
+
+
+def _find_below(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> Below:
     nothing = Below(SelectionPolicy())
     backends = [b for b in snapshot.backends if type(b).default_policy is not Backend.default_policy]
     if policy.defaults != PACKAGED or not backends:
@@ -115,20 +157,18 @@ class _Reader:
         self.faults: list[str] = []
         self.absent: list[tuple[str, str]] = []
 
-    def entry(self, key: object, value: object) -> None:
-        if key == "op_backends":
-            if not isinstance(value, Mapping):
-                self.faults.append(f"op_backends must map operators to orders, not {shown(value)}.")
-                return
-            orders = {op_name: self._order(op_name, order) for op_name, order in value.items()}
-            self.values[key] = {op_name: order for op_name, order in orders.items() if order}
-        elif key in ("allow_vendors", "deny_vendors"):
-            given = value.split(",") if isinstance(value, str) else value
-            self._keep(str(key), lambda: read(key, self._vendors(str(key), given)))
-        elif key in _NOT_PACKAGED:
-            self.faults.append(f"{key} has no meaning in packaged defaults.")
-        else:
-            self._keep(str(key), lambda: read(key, value))
+    def entry(self, name: object, value: object) -> None:
+        try:
+            key = key_of(name)
+            if not key.packaged:
+                raise PolicyError(f"{key.name} has no meaning in packaged defaults.")
+            if isinstance(key.type, Orders):
+                value = self._orders(key, value)
+            elif isinstance(key.type, Vendors):
+                value = self._vendors(key, value)
+            self.values[key.name] = key.type.read(key.name, value)
+        except PolicyError as error:
+            self.faults.append(str(error))
 
     def policy(self, place: str) -> SelectionPolicy:
         sources = dict.fromkeys(self.values, place)
@@ -138,20 +178,21 @@ class _Reader:
             self.faults.append("allow_vendors names a vendor that deny_vendors names too.")
             return policy_of({k: v for k, v in self.values.items() if k != "allow_vendors"}, sources)
 
-    def _keep(self, key: str, make: Callable[[], Any]) -> None:
-        try:
-            self.values[key] = make()
-        except PolicyError as error:
-            self.faults.append(str(error))
+    def _orders(self, key: Key, given: object) -> object:
+        """Return the orders that can be used."""
+        if not isinstance(given, Mapping):
+            return given  # what reads the whole says what is wrong
+        orders = {op_name: self._order(key, op_name, order) for op_name, order in given.items()}
+        return {op_name: order for op_name, order in orders.items() if order}
 
-    def _order(self, op_name: object, order: object) -> tuple[str, ...]:
-        tokens = [token.strip() for token in order.split("|")] if isinstance(order, str) else order
+    def _order(self, key: Key, op_name: object, order: object) -> tuple[str, ...]:
+        tokens = tokens_of(order)
         try:
             if not (isinstance(tokens, (list, tuple)) and tokens):
                 check_order(op_name, tokens)
             self.names.operator(op_name)
         except PolicyError as error:
-            self.faults.append(f"op_backends: {error}")
+            self.faults.append(f"{key.name}: {error}")
             return ()
         kept: list[str] = []
         for token in tokens:  # type: ignore[attr-defined]
@@ -159,29 +200,31 @@ class _Reader:
                 check_order(op_name, [*kept, token])
                 self.names.token(token)
             except PolicyError as error:
-                self.faults.append(f"op_backends.{op_name}: {error}")
+                self.faults.append(f"{key.name}.{op_name}: {error}")
             else:
                 kept.append(token)
         if not kept:
-            self.faults.append(f"op_backends.{op_name}: nothing is left of this order.")
+            self.faults.append(f"{key.name}.{op_name}: nothing is left of this order.")
         return tuple(kept)
 
-    def _vendors(self, key: str, given: object) -> object:
+    def _vendors(self, key: Key, given: object) -> object:
+        """Return the vendors that can be used."""
+        given = given.split(",") if isinstance(given, str) else given
         if not isinstance(given, (list, tuple, set, frozenset)):
-            return given  # what reads the whole says what is wrong
+            return given  # as above
         kept: list[str] = []
         for name in given:
             try:
-                (one,) = read(key, [name])
+                (one,) = key.type.read(key.name, [name])
                 vendor = one.removeprefix("+").strip()
                 if one in kept:
                     raise PolicyError(f"names {shown(one)} twice.")
-                if key == "deny_vendors":
+                if key.name == "deny_vendors":
                     self.absent += filter(None, [self.names.denies_nobody(vendor)])
                 else:
                     self.names.vendor(vendor)
             except PolicyError as error:
-                self.faults.append(f"{key}: {error}")
+                self.faults.append(f"{key.name}: {error}")
             else:
                 kept.append(one)
         return kept
@@ -193,21 +236,17 @@ def _over(upper: SelectionPolicy, lower: SelectionPolicy) -> SelectionPolicy:
         return upper
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for key in ("prefer", "strict", "deny_vendors", "allow_vendors"):
-        mine, theirs = getattr(upper, key), getattr(lower, key)
-        if key in upper.extends:
+    for name, key in KEYS.items():
+        mine, theirs = getattr(upper, name), getattr(lower, name)
+        if key.type.by_operator:
+            own, added = dict(mine), dict(theirs)
+            values[name] = {**added, **own}
+            sources.update({f"{name}.{op}": lower.sources[name] for op in added if op not in own})
+        elif name in upper.extends:
             # To add to a list that allows everybody forbids nobody.
-            values[key] = None if theirs is None else theirs | mine
-            if key in lower.explicit:
-                sources[key] = f"{upper.sources.get(key, 'code')}, added to {lower.sources[key]}"
-        elif key in lower.explicit - upper.explicit:
-            values[key], sources[key] = theirs, lower.sources[key]
-    own, added = dict(upper.per_op_order), dict(lower.per_op_order)
-    sources.update({f"op_backends.{op}": lower.sources["op_backends"] for op in added if op not in own})
-    return replace(
-        upper,
-        **values,
-        per_op_order=tuple({**added, **own}.items()),
-        extends=frozenset(),
-        sources={**upper.sources, **sources},
-    )
+            values[name] = None if theirs is None else theirs | mine
+            if name in lower.explicit:
+                sources[name] = f"{upper.sources.get(name, 'code')}, added to {lower.sources[name]}"
+        elif name in lower.explicit - upper.explicit:
+            values[name], sources[name] = theirs, lower.sources[name]
+    return replace(upper, **values, extends=frozenset(), sources={**upper.sources, **sources})
