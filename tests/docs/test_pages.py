@@ -55,7 +55,7 @@ def test_the_reports_of_real_cards_are_read() -> None:
 
 
 def test_a_text_without_translation_is_an_error() -> None:
-    with pytest.raises(KeyError, match="no Chinese for 'the kind that is tried first'"):
+    with pytest.raises(KeyError, match="no Chinese for 'the kind that is tried first"):
         policy_keys(Language({"key": "键", "what it says": "含义", "default": "默认值"}), DOCS / "a.zh.md")
 
 

@@ -101,7 +101,9 @@ def plans() -> dict[str, list[str]]:
     """Return the tests of each module: those that tests.toml names, or the usual ones (``*``)."""
     tests: dict[str, list[str]] = tomllib.loads((HERE / "tests.toml").read_text())["tests"]
     source = CORE / "src" / PACKAGE
-    dispatch = [f"dispatch/{path.stem}" for path in sorted(source.glob("dispatch/*.py"))]
+    inside = ("dispatch/*.py", "dispatch/policy/*.py")
+    paths = [path for one in inside for path in sorted(source.glob(one))]
+    dispatch = [path.relative_to(source).with_suffix("").as_posix() for path in paths]
     return {name: tests.get(name, tests["*"]) for name in [*dispatch, "conformance/judge"]}
 
 
