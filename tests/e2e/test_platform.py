@@ -64,7 +64,7 @@ def _on_the_chip(result: Result, checkpoint: Checkpoint, *, compiled: str = "off
     assert result.checked().tokens == checkpoint.golden
     assert result.report == {"platform": "ChipPlatform", "enum": "OOT"}
     assert "vllm-fl: platform Template CPU by vllm-plugin-template" in result.log
-    assert f"; V1 runner; compiled {compiled}; graphs off; 23 names bound, 0 overrides" in result.log
+    assert f"; V1 runner; compiled {compiled}; graphs off; 22 names bound, 0 overrides" in result.log
     assert "vllm-fl: attention is served by vendor.template" in result.log
 
 

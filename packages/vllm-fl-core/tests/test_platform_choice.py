@@ -226,7 +226,7 @@ class Wheels:
 
     def vllm_asks(self, wanted: str = "", claims: Any = ()) -> str | None:
         self._monkeypatch.setenv(VARIABLE, wanted)
-        self._monkeypatch.setattr(choice, "_claims", lambda: list(claims))
+        self._monkeypatch.setattr(choice, "claims", lambda: list(claims))
         choice.chosen.cache_clear()
         choice.for_vllm.cache_clear()
         return platform()

@@ -31,8 +31,7 @@ CHIP = Chip(
     compile_backend="inductor",
     # vLLM calls these by torch.cuda's name.
     cuda_names={
-        name: f"{_DEVICE}:{name}"
-        for name in ("Stream", "Event", "current_stream", "default_stream", "stream", "set_stream")
+        name: f"{_DEVICE}:{name}" for name in ("Stream", "Event", "current_stream", "stream", "set_stream")
     },
     # A chip with an allocator and a guard in PyTorch needs none of these.
     accelerator={

@@ -81,11 +81,6 @@ def current_stream(device: Any = None) -> Stream:
     return _STREAM
 
 
-def default_stream(device: Any = None) -> Stream:
-    """Return the stream that a process begins with."""
-    return _STREAM
-
-
 def set_stream(stream: Any) -> None:
     """Make a stream this thread's."""
 

@@ -9,6 +9,7 @@ from vllm_fl.cli.output import ExitCode
 from vllm_fl.dispatch._text import printable
 from vllm_fl.doctor import checks
 from vllm_fl.doctor import installation
+from vllm_fl.doctor import platform
 from vllm_fl.doctor.finding import FAIL
 from vllm_fl.doctor.finding import STATUSES
 from vllm_fl.doctor.finding import WARN
@@ -34,6 +35,7 @@ CHECKS: dict[str, Callable[[checks.Examination], list[Finding]]] = {
         checks.policy,
         checks.operators,
         checks.vllm,
+        platform.platform,
         checks.workers,
     )
 }

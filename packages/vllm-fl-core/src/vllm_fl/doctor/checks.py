@@ -232,7 +232,7 @@ def policy(examination: Examination) -> list[Finding]:
     """The configuration can be read, and names what is there."""
     answer = examination.ask("policy")
     if answer.problem:
-        return [_not_asked("the policy", answer)]
+        return [not_asked("the policy", answer)]
     if answer.value["error"]:
         return [
             Finding(
@@ -256,7 +256,7 @@ def operators(examination: Examination) -> list[Finding]:
         return [wrong]
     answer = examination.ask("decisions")
     if answer.problem:
-        return [_not_asked("the choices", answer)]
+        return [not_asked("the choices", answer)]
     left_out = [
         Finding(
             WARN, line, "the operators that it names are chosen without it", "upgrade the wheel or the core"
@@ -292,7 +292,8 @@ def _policy_error(examination: Examination) -> Finding | None:
     return None
 
 
-def _not_asked(what: str, answer: apart.Answer) -> Finding:
+def not_asked(what: str, answer: apart.Answer) -> Finding:
+    """Say that a question has no answer, because its process ended or hung."""
     return Finding(
         FAIL,
         f"a process that asked for {what} {answer.problem}{_where(answer.said)}",
@@ -337,10 +338,10 @@ def workers(examination: Examination) -> list[Finding]:
             continue
         answer = examination.ask("workers", method)
         if answer.problem:
-            return [_not_asked(f"a worker by {method}", answer)]
+            return [not_asked(f"a worker by {method}", answer)]
         if "ended" in answer.value["worker"]:
             code = answer.value["worker"]["ended"]
-            return [_not_asked(f"a worker by {method}", apart.Answer(None, f"saw it end with {code}"))]
+            return [not_asked(f"a worker by {method}", apart.Answer(None, f"saw it end with {code}"))]
         seen[f"the front end, {method}"] = answer.value["front end"]
         seen[f"a worker by {method}"] = answer.value["worker"]
     fingerprint = answer.value["worker"]["fingerprint"]

@@ -133,6 +133,13 @@ def vllm() -> dict[str, Any]:
     return {"version": str(found.__version__), "unsupported": unsupported_vllm() or ""}
 
 
+def platform() -> dict[str, Any]:
+    """Choose vLLM's platform as a process of vLLM does."""
+    from vllm_fl.platform.report import report
+
+    return report()
+
+
 def workers(method: str) -> dict[str, Any]:
     """Start a worker from a process that has found its plugins; say what each of the two sees.
 
@@ -171,7 +178,8 @@ def _registered() -> dict[str, Any]:
 
 
 _QUESTIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function for function in (plugin, backends, policy, decisions, torch, vllm, workers)
+    function.__name__: function
+    for function in (plugin, backends, policy, decisions, torch, vllm, platform, workers)
 }
 
 

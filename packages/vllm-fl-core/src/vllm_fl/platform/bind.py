@@ -46,18 +46,16 @@ CUDA_NAMES: Mapping[str, Name] = {
     "Stream": Name("the stream on which results are copied to the host"),
     "Event": Name("waiting for those copies"),
     "current_stream": Name("the stream that those copies follow"),
-    "default_stream": Name("the stream that a process begins with"),
     "stream": Name("running those copies on their stream"),
     "set_stream": Name("the stream of a worker"),
-    "synchronize": Name("graphs and overlapped batches", needs="graph_wrapper", last=(0, 32)),
-    "empty_cache": Name("graphs and overlapped batches", needs="graph_wrapper", last=(0, 32)),
+    "synchronize": Name("graphs and overlapped batches", needs="graph_wrapper", last=(0, 31)),
+    "empty_cache": Name("graphs and overlapped batches", needs="graph_wrapper", last=(0, 31)),
     "CUDAGraph": Name("vLLM's own wrapper of graphs", needs="graph_wrapper"),
     "graph": Name("vLLM's own wrapper of graphs", needs="graph_wrapper"),
-    "graph_pool_handle": Name("vLLM's own wrapper of graphs", needs="graph_wrapper"),
 }
 
-#: Names that stand for those of ``torch`` itself.
-_OF_TORCH = ("Stream", "Event")
+#: Names in ``accelerator`` that stand for those of ``torch`` itself.
+OF_TORCH = ("Stream", "Event")
 
 
 def bind(description: Installed) -> None:
@@ -77,7 +75,7 @@ def bind(description: Installed) -> None:
         ("accelerator", chip.accelerator, torch.accelerator),
     ):
         for name, reference in names.items():
-            where = torch if owner is torch.accelerator and name in _OF_TORCH else owner
+            where = torch if owner is torch.accelerator and name in OF_TORCH else owner
             if not hasattr(where, name):
                 known = did_you_mean(name, dir(where))
                 raise PlatformError(f"{description}: field {field}: {where.__name__} has no {name}.{known}")

@@ -149,16 +149,16 @@ def _loaded(entry: EntryPoint) -> Installed:
 def choose(
     wanted: str | None,
     descriptions: list[Installed],
-    others: list[str],
-    claims: Callable[[], list[str]],
+    rivals: list[str],
+    ask_vllm: Callable[[], list[str]],
 ) -> Choice:
     """Choose by the rules at the top of this module.
 
     Args:
         wanted: what the variable says; None where it is unset.
         descriptions: what is installed.
-        others: the wheels, not this one, that bring vLLM a platform.
-        claims: ``claims()`` returns the names of vLLM's own platforms that claim the machine.
+        rivals: what :func:`others` returns.
+        ask_vllm: returns what :func:`claims` returns; it is asked only where that counts.
     """
     if wanted == NONE:
         return Choice(None, f"{VARIABLE}={NONE}")
@@ -166,16 +166,16 @@ def choose(
         return _named(wanted, descriptions)
     if not descriptions:
         return Choice(None, "no installed wheel describes a chip")
-    if others:
+    if rivals:
         return Choice(
-            None, f"{' and '.join(others)} brings vLLM a platform; {VARIABLE}=NAME uses a description instead"
+            None, f"{' and '.join(rivals)} brings vLLM a platform; {VARIABLE}=NAME uses a description instead"
         )
     answers = [(one, one.ask()) for one in descriptions]
     yes = [one for one, reason in answers if not reason]
     rejected = tuple((one, reason) for one, reason in answers if reason)
     if not yes:
         return Choice(None, "no installed wheel describes this machine", no=rejected)
-    claimed = claims()
+    claimed = ask_vllm()
     if claimed:
         own = " and ".join(claimed)
         why = f"vLLM's own platform {own} serves this machine; {VARIABLE}=NAME uses a description instead"
@@ -237,10 +237,11 @@ def _answer(probe: Callable[[], object]) -> str:
 def chosen() -> Choice:
     """Return the choice of this process, made once."""
     wanted = os.environ.get(VARIABLE, "").strip() or None
-    return choose(wanted, installed(), _others(), _claims)
+    return choose(wanted, installed(), others(), claims)
 
 
-def _others() -> list[str]:
+def others() -> list[str]:
+    """Return the wheels, not this one, that bring vLLM a platform."""
     found = entry_points(_VLLM_GROUP)[0]
     # To ask its function whether it would serve could open the device: installed is enough.
     return sorted(
@@ -252,7 +253,7 @@ def _others() -> list[str]:
     )
 
 
-def _claims() -> list[str]:
+def claims() -> list[str]:
     """Return vLLM's own platforms that claim this machine; none where there is no vLLM."""
     try:
         from vllm.platforms import builtin_platform_plugins

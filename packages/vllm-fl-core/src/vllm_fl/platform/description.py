@@ -143,7 +143,7 @@ class Chip:
         "no device graphs: each step starts every kernel anew, which is most of its time in small batches",
     )
     block_size: int | None = _optional_field(None)
-    attention: str | None = _optional_field(None, "the attention is what the dispatch chooses")
+    attention: str | None = _optional_field(None)
     cuda_names: Mapping[str, str] = _optional_field({}, "what vLLM calls by torch.cuda's name fails")
     accelerator: Mapping[str, str] = _optional_field({})
     triton_kernels: Mapping[str, str] = _optional_field({})

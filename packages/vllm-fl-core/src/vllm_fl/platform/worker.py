@@ -30,6 +30,7 @@ if CHIP.graph_wrapper:
     schemas.define_weak_reference(CHIP.dispatch_key)
 
 from vllm.platforms import current_platform  # noqa: E402
+from vllm.utils import torch_utils  # noqa: E402
 from vllm.utils.mem_utils import MemorySnapshot  # noqa: E402
 from vllm.utils.torch_utils import set_random_seed  # noqa: E402
 from vllm.v1.worker import gpu_worker  # noqa: E402
@@ -53,6 +54,26 @@ def _guarded(warm_up: Any) -> Any:
 
 
 gpu_worker.kernel_warmup = _guarded(gpu_worker.kernel_warmup)
+
+
+class _CurrentStream:
+    """This thread's stream, in the place of vLLM's note of it.
+
+    vLLM notes what its wrap of ``torch.cuda.set_stream`` is given. A chip's ``stream(...)``
+    makes another one current without calling that, and vLLM would go on with the old one.
+    """
+
+    @property
+    def value(self) -> Any:
+        ask = current_platform.current_stream
+        return ask() if ask is not None else None
+
+    @value.setter
+    def value(self, stream: Any) -> None:
+        pass
+
+
+torch_utils._current_stream_tls = _CurrentStream()
 
 
 class ChipWorker(gpu_worker.Worker):  # type: ignore[misc]
