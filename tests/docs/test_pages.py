@@ -23,6 +23,9 @@ from tools.docs.pages import is_chinese
 from tools.docs.pages import outdated
 from tools.docs.pages import pages
 from vllm_fl.dispatch import OPERATORS
+from vllm_fl.dispatch.policy.keys import KEYS
+from vllm_fl.dispatch.policy.keys import Key
+from vllm_fl.dispatch.policy.value_types import Choice
 
 DOCS = ROOT / "docs"
 ENGLISH = [page for page in pages() if not is_chinese(page) and page not in REPORTS]
@@ -57,6 +60,11 @@ def test_the_reports_of_real_cards_are_read() -> None:
 def test_a_text_without_translation_is_an_error() -> None:
     with pytest.raises(KeyError, match="no Chinese for 'the kind that is tried first"):
         policy_keys(Language({"key": "键", "what it says": "含义", "default": "默认值"}), DOCS / "a.zh.md")
+
+
+def test_a_new_key_is_in_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KEYS, "made_up", Key("made_up", Choice("one", options=("one", "two")), "how many"))
+    assert policy_keys(Language.english(), DOCS / "a.md").endswith('\n| `made_up` | how many | `"one"` |')
 
 
 @pytest.mark.parametrize("page", ENGLISH, ids=lambda page: str(page.relative_to(ROOT)))

@@ -19,6 +19,7 @@ from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch import with_preference
+from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.policy.packaged import effective
 from vllm_fl.dispatch.types import Origin
 
@@ -52,13 +53,14 @@ def show(capfd: pytest.CaptureFixture[str]) -> dict[str, tuple[Any, str]]:
 
 def test_nothing_is_set(capfd: pytest.CaptureFixture[str]) -> None:
     assert show(capfd) == {
-        "prefer": ("flagos", "default"),
-        "strict": (False, "default"),
-        "allow_vendors": (None, "default"),
-        "deny_vendors": ([], "default"),
-        "defaults": ("packaged", "default"),
-        "tuned": ([], "default"),
+        f"{name}{inner}": (value, "default")
+        for name, key in KEYS.items()
+        for inner, (value, _) in key.type.rows(key.type.default).items()
     }
+    assert main(["policy", "show"]) == 0
+    shown = [line.split() for line in capfd.readouterr().out.splitlines()]
+    for row in ("prefer flagos", "strict false", "allow_vendors all", "deny_vendors none", "tuned none"):
+        assert [*row.split(), "default"] in shown
 
 
 def test_variables(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,14 +117,8 @@ def test_code_contexts_and_packaged_defaults() -> None:
         return {row["key"]: row["source"] for row in values_of(policy)}
 
     policy = SelectionPolicy.from_dict(strict=True)
-    assert sources(policy) == {
-        "prefer": "default",
-        "strict": "code",
-        "allow_vendors": "default",
-        "deny_vendors": "default",
-        "defaults": "default",
-        "tuned": "default",
-    }
+    assert sources(policy) == {**sources(SelectionPolicy()), "strict": "code"}
+    assert set(sources(SelectionPolicy()).values()) == {"default"}
     with with_preference("native") as inner:
         assert sources(inner)["prefer"] == "a context manager"
 

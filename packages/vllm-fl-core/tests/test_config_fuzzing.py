@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from vllm_fl.dispatch import PolicyError
+from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
@@ -26,12 +28,12 @@ from vllm_fl.dispatch.environment import seconds_variable
 from vllm_fl.dispatch.policy import KINDS
 from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.policy.keys import key_of
+from vllm_fl.dispatch.policy.shipping import received
+from vllm_fl.dispatch.policy.shipping import shipped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-    from vllm_fl.dispatch import SelectionPolicy
 
 pytestmark = pytest.mark.usefixtures("no_plugins")
 
@@ -167,8 +169,8 @@ def same(policy: SelectionPolicy, document: dict[str, Any]) -> None:
     document = {key_of(name).name: value for name, value in document.items()}
     given_names = {"allow_vendors", "deny_vendors"} & set(document)
     assert policy.explicit == set(document) <= set(right)
-    assert policy.prefer == str(document.get("prefer", "flagos")).strip().lower()
-    assert policy.defaults == str(document.get("defaults", "packaged")).strip().lower()
+    assert policy.prefer == str(document.get("prefer", default("prefer"))).strip().lower()
+    assert policy.defaults == str(document.get("defaults", default("defaults"))).strip().lower()
     assert policy.strict == (str(document.get("strict", "no")).lower() in ("1", "true", "yes", "on"))
     wanted = {
         op_name: [token.strip() for token in order.split("|")] if isinstance(order, str) else order
@@ -180,6 +182,12 @@ def same(policy: SelectionPolicy, document: dict[str, Any]) -> None:
         listed = value.split(",") if isinstance(value, str) else value
         assert set(policy.to_dict()[key]) == {name.strip() for name in listed}
     assert set(policy.sources) >= set(document)
+    # And it is the same one in another process.
+    assert received(json.loads(json.dumps(shipped(policy)))) == policy
+
+
+def default(name: str) -> Any:
+    return KEYS[name].type.default
 
 
 @fuzzed
@@ -270,6 +278,34 @@ def test_any_text(tmp_path: Path, text: str) -> None:
 @given(st.binary() | scraps.map(lambda text: text.encode("utf-16", "surrogatepass")))
 def test_any_bytes(tmp_path: Path, data: bytes) -> None:
     accepts_only_what_it_says(tmp_path / "policy.yaml", data)
+
+
+wholes = documents.map(
+    lambda document: SelectionPolicy.from_dict(
+        **{
+            name: value
+            for name, value in document.items()
+            if name in ("prefer", "defaults") or (name.endswith("vendors") and isinstance(value, list))
+        }
+    ).to_dict()
+)
+
+
+@fuzzed
+@given(wholes, st.sampled_from((*KEYS, "explicit", "other")), names, anything)
+def test_a_shipped_policy_with_one_thing_changed(
+    whole: dict[str, Any], key: str, name: str, value: Any
+) -> None:
+    """Whatever another core sent, it is a policy that says so, or a PolicyError that names both cores."""
+    changed = {**whole, name if key == "other" else key: value}
+    try:
+        policy = SelectionPolicy.from_dict(**changed)
+    except PolicyError:
+        with pytest.raises(PolicyError, match=r"vllm-fl-core 1\.0, this process ") as caught:
+            received({"policy": changed, "fingerprint": "", "core": "1.0"})
+        assert len(str(caught.value)) < 1500
+    else:
+        assert SelectionPolicy.from_dict(**policy.to_dict()) == policy
 
 
 def accepts_only_what_it_says(file: Path, text: str | bytes) -> None:

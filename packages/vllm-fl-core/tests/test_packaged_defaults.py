@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
+import weakref
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import ClassVar
 
 import pytest
 
@@ -22,8 +26,11 @@ from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import with_denied_vendors
 from vllm_fl.dispatch import with_strict_mode
+from vllm_fl.dispatch.backend import forget_availability
+from vllm_fl.dispatch.policy import packaged
 from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.policy.packaged import effective
+from vllm_fl.dispatch.policy.packaged import lies_below
 from vllm_fl.dispatch.policy.shipping import received
 from vllm_fl.dispatch.policy.shipping import shipped
 from vllm_fl.dispatch.types import Origin
@@ -238,15 +245,13 @@ def test_where_each_value_comes_from(
     file = tmp_path / "policy.yaml"
     file.write_text("strict: off\ndeny_vendors: [+cuda]\nper_op_order:\n  rms_norm: native\n")
     monkeypatch.setenv("VLLM_FL_CONFIG", str(file))
-    assert shown() == {
+    assert {name: source for name, source in shown().items() if source != "default"} == {
         "prefer": ACME,
         "strict": f"{file}:1",
         "allow_vendors": ACME,
         "deny_vendors": f"{file}:2, added to {ACME}",
-        "defaults": "default",
         "per_op_order.rms_norm": f"{file}:4",
         "per_op_order.silu_and_mul": ACME,
-        "tuned": "default",
     }
     # What code says has no place of its own, and is not the wheel's for that.
     set_global_policy(SelectionPolicy.from_dict(prefer="native", per_op_order={"rms_norm": ["native"]}))
@@ -255,6 +260,93 @@ def test_where_each_value_comes_from(
     assert found["strict"] == found["per_op_order.silu_and_mul"] == ACME
     set_global_policy(SelectionPolicy(defaults="none"))
     assert set(shown().values()) == {"default", "code"}
+
+
+# -- once for a policy and a snapshot ------------------------------------------------------
+
+
+class Counted(dict[str, Any]):
+    """Packaged defaults that count how often they are read."""
+
+    read = 0
+
+    def items(self) -> Any:
+        type(self).read += 1
+        return super().items()
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Return how often they were read since the last question."""
+    monkeypatch.setattr(Counted, "read", 0)
+
+    def since() -> int:
+        found, Counted.read = Counted.read, 0
+        return found
+
+    return since
+
+
+def test_they_are_laid_below_a_policy_once(reads: Callable[[], int]) -> None:
+    manager = manager_with(backend("acme", Counted(prefer="vendor")))
+    manager.freeze()
+    assert reads() == 1
+    manager.explain("silu_and_mul")
+    policy, snapshot = manager._policy_in_force(), manager.snapshot()
+    assert lies_below(policy, snapshot).policy.prefer == "vendor"
+    assert effective(policy, snapshot) is effective(policy, snapshot)
+    assert reads() == 0
+    manager.thaw()
+    for _ in range(2):
+        # An equal one has places of its own.
+        assert effective(dataclasses.replace(policy), snapshot).prefer == "vendor"
+        assert reads() == 1
+    with with_strict_mode():
+        for _ in range(3):
+            assert manager.explain("silu_and_mul").source == ACME
+    assert reads() == 1
+
+
+def test_what_was_registered_later_counts(reads: Callable[[], int]) -> None:
+    manager = manager_with(backend("acme", Counted(prefer="vendor")))
+    assert order_and_source(manager) == (VENDOR_FIRST, ACME)
+    manager.registry.register_backend(backend("beta", {}))
+    assert order_and_source(manager) == PLAIN
+    assert reads() == 1
+
+
+def test_what_is_available_now_counts() -> None:
+    """A device appears, or a child asks for itself."""
+    here = [False]
+
+    class Late(Backend):
+        name = "late"
+        default_policy: ClassVar = {"prefer": "vendor"}
+
+        def is_available(self) -> bool:
+            return here[0]
+
+        def silu_and_mul(self, x: object) -> object:
+            return x
+
+    manager = manager_with(Late())
+    policy, snapshot = get_policy(), manager.snapshot()
+    assert effective(policy, snapshot).prefer == "flagos"
+    here[0] = True
+    assert effective(policy, snapshot).prefer == "flagos"
+    forget_availability()
+    assert effective(policy, snapshot).prefer == "vendor"
+
+
+def test_contexts_that_have_ended_are_not_kept_for_ever() -> None:
+    manager = manager_with(backend("acme", {"prefer": "vendor"}))
+    for _ in range(200):
+        assert effective(SelectionPolicy(), manager.snapshot()).prefer == "vendor"
+    assert len(packaged._laid) <= packaged._KEPT
+    gone = weakref.ref(manager.snapshot())
+    del manager
+    gc.collect()
+    assert gone() is None
 
 
 # -- what a bad entry costs ----------------------------------------------------------------

@@ -11,7 +11,9 @@ import pytest
 import vllm_fl
 from vllm_fl.dispatch import PluginRecord
 from vllm_fl.dispatch import PolicyError
+from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch import trace
+from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.variables import VARIABLES
 from vllm_fl.dispatch.variables import known_variables
 from vllm_fl.dispatch.variables import unread_variables
@@ -63,11 +65,17 @@ def test_what_nobody_reads_has_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_defaults_are_those_that_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_fl.dispatch import SelectionPolicy
+    from vllm_fl.dispatch import get_policy
     from vllm_fl.integration import ranks
 
-    assert VARIABLES["VLLM_FL_PREFER"].default == SelectionPolicy().prefer
-    assert VARIABLES["VLLM_FL_STRICT"].default == str(int(SelectionPolicy().strict))
+    unset = get_policy()
+    for key in KEYS.values():
+        if key.variable and VARIABLES[key.variable].default not in ("", "all"):
+            monkeypatch.setenv(key.variable, VARIABLES[key.variable].default)
+    reset_global_policy()
+    for name in KEYS:
+        assert getattr(get_policy(), name) == getattr(unset, name)
+    assert get_policy().explicit == {"prefer", "strict", "defaults"}
     assert float(VARIABLES["VLLM_FL_RANKS_TIMEOUT"].default) == ranks.time_limit()
 
 

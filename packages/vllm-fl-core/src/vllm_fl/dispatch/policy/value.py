@@ -81,7 +81,7 @@ class SelectionPolicy:
         put(self, "_orders", dict(self.per_op_order))
 
     @classmethod
-    def from_dict(cls, **values: Any) -> SelectionPolicy:
+    def from_dict(cls, /, **values: Any) -> SelectionPolicy:
         """Make a policy from plain values by key; see the class for the keys.
 
         ``SelectionPolicy.from_dict(**policy.to_dict())`` is ``policy`` again.
@@ -102,9 +102,8 @@ class SelectionPolicy:
         for name, value in values.items():
             key = key_of(name)
             if key.name in given:
-                raise PolicyError(
-                    f"{key.name} is given twice: {', '.join((key.name, *key.older))} are one key."
-                )
+                spellings = " and ".join((key.name, *key.older))
+                raise PolicyError(f"{spellings} are one key; give one of them.")
             given[key.name] = value
         if not is_whole:
             said = {
