@@ -15,6 +15,7 @@ from vllm_fl.dispatch import _watch
 from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
+from vllm_fl.dispatch import trace
 from vllm_fl.dispatch.backend import forget_availability
 from vllm_fl.dispatch.policy import in_force
 
@@ -28,6 +29,8 @@ def no_variable_left() -> Iterator[None]:
     """Fail a test that leaves a variable behind: what runs after it would be given another policy."""
     before = _variables()
     yield
+    # The recorder tells its process's children which run is theirs.
+    os.environ.pop(trace.TRACE_RUN_ENV, None)
     after = _variables()
     for name in after.keys() - before.keys():
         del os.environ[name]

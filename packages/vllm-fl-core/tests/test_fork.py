@@ -28,7 +28,7 @@ from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import _fork
-from vllm_fl.dispatch import backend as backend_module
+from vllm_fl.dispatch import availability as availability_module
 from vllm_fl.dispatch import call_op
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
@@ -153,7 +153,9 @@ LOCKS: dict[str, Callable[[OpManager], Any]] = {
     "registry": lambda manager: manager.registry._lock,
     "manager": lambda manager: manager._lock,
     "policy": lambda manager: policy_module._global.lock,
-    "availability": lambda manager: backend_module._availability._lock,
+    "availability": lambda manager: availability_module._availability._lock,
+    "discovery": lambda manager: manager._plugins._lock,
+    "failures": lambda manager: manager.failures._lock,
     "default manager": lambda manager: manager_module._default_lock,
     "recorder": lambda manager: trace.recorder()._lock,  # type: ignore[union-attr]
     "making the recorder": lambda manager: trace._recorder_lock,
@@ -252,7 +254,7 @@ def test_registrations_survive_and_choices_do_not(
     assert manager.get_failed_impls() == {"silu_and_mul": {"vendor.first"}}
     policy = set_and_return(SelectionPolicy(prefer="vendor"))
     call_op("silu_and_mul", 1)
-    manager.prove("silu_and_mul", "vendor.a")
+    manager.failures.prove("silu_and_mul", "vendor.a")
     plan = manager.freeze()
     assert manager.frozen
 
@@ -261,7 +263,7 @@ def test_registrations_survive_and_choices_do_not(
             manager.frozen,
             manager.plan,
             manager.get_failed_impls(),
-            manager.is_proven("silu_and_mul", "vendor.a"),
+            manager.failures.is_proven("silu_and_mul", "vendor.a"),
         ]
         same_policy = get_policy() is policy
         first_again = manager.get_selected_impl_id("silu_and_mul")

@@ -87,7 +87,8 @@ def test_a_bad_implementation(arguments: tuple[Any, ...], reason: str) -> None:
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
-        ({"supports": "float16"}, "supports must be a callable or None, not 'float16'."),
+        ({"supports": "float16"}, "supports must be a callable, 'module:function' or None, not 'float16'."),
+        ({"supports_layer": 5}, "supports_layer must be a callable, 'module:function' or None, not 5."),
         ({"writes": "x"}, "writes must be a tuple of argument names, not 'x'."),
     ],
 )

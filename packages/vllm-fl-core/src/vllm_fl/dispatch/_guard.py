@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from textwrap import indent
 from typing import TYPE_CHECKING
 from typing import Any
 from typing import Protocol
@@ -63,7 +64,8 @@ class Candidate:
     Attributes:
         impl_id: its id.
         fn: takes the arguments of the contract, all of them.
-        supports: its predicate, or None.
+        supports: what is asked at every call, or None.
+        supports_layer: what is asked before it, unless it has been asked for the layer.
         writes: the arguments that it may write.
         traceable: Dynamo can trace it.
     """
@@ -71,8 +73,14 @@ class Candidate:
     impl_id: str
     fn: Callable[..., Any]
     supports: Callable[..., Any] | None = None
+    supports_layer: Callable[..., Any] | None = None
     writes: tuple[str, ...] = ()
     traceable: bool = False
+
+    @property
+    def predicates(self) -> tuple[Callable[..., Any], ...]:
+        """What is asked at every call, in order."""
+        return tuple(one for one in (self.supports_layer, self.supports) if one is not None)
 
 
 # `_tried` says whose exception it is: by the time that it is looked at, another
@@ -84,16 +92,31 @@ try:
 except Exception as _error:
     return _recover(_error, _tried, {packed})"""
 
-_GUARD_WITH_PREDICATE = """\
+_ASKED = """\
+_answer = {predicate}({call})
+if _answer is True or _agrees(_answer):
+"""
+
+_GUARD_WITH_PREDICATES = """\
 _tried = None
 try:
-    _answer = _supports({call})
-    if _answer is True or _agrees(_answer):
-        _tried = _first
-        return _tried({call})
+{asked}
 except Exception as _error:
     return _recover(_error, _tried, {packed})
 return _rest({call})"""
+
+
+def _body(predicates: Sequence[Callable[..., Any]]) -> tuple[str, dict[str, Any]]:
+    """Return the lines of a guard, and what they call its predicates."""
+    if not predicates:
+        return _GUARD, {}
+    names = {f"_supports_{number}": predicate for number, predicate in enumerate(predicates)}
+    lines, depth = "", 1
+    for name in names:
+        lines += indent(_ASKED.replace("{predicate}", name), "    " * depth)
+        depth += 1
+    lines += indent("_tried = _first\nreturn _tried({call})", "    " * depth)
+    return _GUARD_WITH_PREDICATES.replace("{asked}", lines), names
 
 
 class _Level:
@@ -315,15 +338,14 @@ def build(
     function: Callable[..., Any] | None = None
     for candidate in reversed(candidates):
         rest = function
-        if candidate.supports is None and (strict or rest is None):
+        if not candidate.predicates and (strict or rest is None):
             function = candidate.fn
             continue
         level = _Level(name, operator, candidate, rest, failures, strict=strict)
-        names: dict[str, Any] = {"_recover": level.recover}
-        if candidate.supports is not None:
-            names |= {"_supports": candidate.supports, "_agrees": level.agrees}
-            names |= {"_rest": rest or _exhausted(name, candidates)}
-        body = _GUARD if candidate.supports is None else _GUARD_WITH_PREDICATE
+        body, names = _body(candidate.predicates)
+        if names:
+            names |= {"_agrees": level.agrees, "_rest": rest or _exhausted(name, candidates)}
+        names["_recover"] = level.recover
         function, level.set_first = generated(GUARD, name, signature, body, names)
         function.__doc__ = operator.doc if operator else None
         level.set_first(candidate.fn)
@@ -336,15 +358,9 @@ def build(
     return function
 
 
-def form(candidates: Sequence[Candidate], *, strict: bool) -> str:
-    """Name the form that :func:`build` gives the first candidate."""
-    is_plain = candidates[0].supports is None and (strict or len(candidates) == 1)
-    return "plain" if is_plain else "guard"
-
-
 def _exhausted(name: str, candidates: Sequence[Candidate]) -> Callable[..., Any]:
     def exhausted(*args: Any, **kwargs: Any) -> Any:
-        asked = [(c.impl_id, c.supports) for c in candidates if c.supports is not None]
+        asked = [(c.impl_id, ask) for c in candidates for ask in c.predicates]
         reasons = [(impl_id, _predicate.refusal(ask, args, kwargs)) for impl_id, ask in asked]
         listed = "; ".join(f"{impl_id}: {reason}" for impl_id, reason in reasons if reason)
         raise RefusedBeforeWriting(f"no implementation of {name} takes these arguments: {listed}")

@@ -16,7 +16,7 @@ from importlib.machinery import all_suffixes
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from vllm_fl.dispatch.backend import _layers
+from vllm_fl.dispatch.availability import layers_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,10 +39,13 @@ _IMPORT = re.compile(rb"\n[ \t]*(?:from[ \t]+(\w+)|import[ \t]+([\w., \t]+))")
 
 def modules_of(impl: OpImpl) -> set[str]:
     """Return the names of the modules that an implementation and its predicate are from."""
-    found = {impl.fn.partition(":")[0]} if isinstance(impl.fn, str) else set()
-    for function in (impl.load(), impl.supports):
+    given = (impl.fn, impl.supports, impl.supports_layer)
+    found = {one.partition(":")[0] for one in given if isinstance(one, str)}
+    if impl.backend is not None:
+        found.add(type(impl.backend).__module__)
+    for function in (impl.load(), *impl.predicates()):
         try:
-            for layer in _layers(function):
+            for layer in layers_of(function):
                 owner = getattr(layer, "__self__", None)
                 owners = (layer, owner if isinstance(owner, type) else type(owner))
                 found |= {name for one in owners if isinstance(name := getattr(one, "__module__", None), str)}

@@ -12,6 +12,7 @@ from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.registry import check_backend
+from vllm_fl.dispatch.registry import own_operators
 from vllm_fl.dispatch.types import OpImpl
 from vllm_fl.dispatch.wheels import owner_of
 
@@ -81,8 +82,12 @@ class Stage(OpRegistry):
     def register_backend(self, backend: Backend) -> None:
         """Register what is right of it; see :meth:`commit`."""
         check_backend(backend)
+        own, problems = own_operators(backend, self._snapshot)
+        self.problems += problems
+        # Before what implements them.
+        self.commit(operators=own)
         impls = []
-        for op_name in OPERATORS:
+        for op_name in (name for name in (*OPERATORS, *backend.marked()) if name in self._snapshot.operators):
             try:
                 impls.append(backend.implementation_of(op_name))
             except RegistrationError as error:

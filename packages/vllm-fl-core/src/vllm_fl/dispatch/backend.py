@@ -3,86 +3,141 @@
 from __future__ import annotations
 
 import abc
-import functools
 from typing import TYPE_CHECKING
 from typing import Any
 from typing import ClassVar
+from typing import TypeVar
+from typing import overload
 
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._foreign import left_undone
-from vllm_fl.dispatch._foreign import raise_if_from_a_signal
-from vllm_fl.dispatch._foreign import shortened
-from vllm_fl.dispatch._fork import ForkSafeLock
-from vllm_fl.dispatch._fork import after_fork_in_child
-from vllm_fl.dispatch._suggest import shown
-from vllm_fl.dispatch._watch import Watch
-from vllm_fl.dispatch._work import Work
-from vllm_fl.dispatch.errors import DispatchError
+from vllm_fl.dispatch.availability import Library
+from vllm_fl.dispatch.availability import forget_availability
+from vllm_fl.dispatch.declaration import declaration_of
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.ops import Operators
 from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl.dispatch.types import OpImpl
+from vllm_fl.dispatch.types import load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from collections.abc import Iterator
     from collections.abc import Mapping
 
-_OPTIONS = "__implementation__"
+    from vllm_fl.dispatch.declaration import Operator
 
-#: Wrappers of wrappers; no decorated function has as many.
-_MOST_LAYERS = 100
+__all__ = ["Backend", "forget_availability", "implementation"]
+
+_ATTRIBUTE = "__implementation__"
+_Method = TypeVar("_Method", bound="Callable[..., Any]")
+
+
+class _Implementation:
+    """What :func:`implementation` says, as a class's attribute or on a method."""
+
+    def __init__(self, target: str | None, **options: Any) -> None:
+        self.target = target
+        self.options = options
+        #: The operator, where it is a class's attribute.
+        self.name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        if instance is None or self.target is None:
+            return self
+        return load(self.target)
+
+    def __call__(self, method: _Method) -> _Method:
+        setattr(method, _ATTRIBUTE, self)
+        return method
+
+
+@overload
+def implementation(
+    target: str,
+    /,
+    *,
+    supports: Callable[..., bool | str] | str | None = ...,
+    supports_layer: Callable[..., bool | str] | str | None = ...,
+    writes: tuple[str, ...] | None = ...,
+    traceable: bool = ...,
+    graph_safe: bool = ...,
+    priority: int | None = ...,
+) -> Any: ...
+
+
+@overload
+def implementation(
+    target: None = None,
+    /,
+    *,
+    supports: Callable[..., bool | str] | str | None = ...,
+    supports_layer: Callable[..., bool | str] | str | None = ...,
+    writes: tuple[str, ...] | None = ...,
+    traceable: bool = ...,
+    graph_safe: bool = ...,
+    priority: int | None = ...,
+) -> _Implementation: ...
 
 
 def implementation(
+    target: str | None = None,
+    /,
     *,
-    supports: Callable[..., bool | str] | None = None,
+    supports: Callable[..., bool | str] | str | None = None,
+    supports_layer: Callable[..., bool | str] | str | None = None,
     writes: tuple[str, ...] | None = None,
     traceable: bool = False,
     graph_safe: bool = False,
     priority: int | None = None,
-) -> Callable[[Any], Any]:
-    """Say about a backend's method what its signature cannot.
+) -> Any:
+    """Say which function implements a backend's operator, and what its signature cannot say.
 
     ::
 
         class Acme(Backend):
+            rms_norm = implementation("acme_vllm.norm:rms_norm", writes=(), graph_safe=True)
+
             @implementation(supports=lambda x: x.shape[-1] % 16 == 0 or "no multiple of 16")
             def silu_and_mul(self, x): ...
 
+    The name of the attribute, or of the method, is the operator's. An operator that the core
+    does not know is declared where it is implemented: its method is the contract, decorated
+    with ``@operator`` above ``@implementation``.
+
     Args:
+        target: ``"module:function"``, which takes the operator's arguments. It is imported
+            when it is first chosen. None: the decorated method is the implementation.
         supports: takes the operator's arguments, without ``self``, and returns True, or a
-            sentence that says why not. It looks at dtypes, layouts and trailing
-            dimensions, and runs no kernel.
+            sentence that says why not; or ``"module:function"``. It is asked at every call:
+            the layout and the rows of tensors are its matter, and it runs no kernel. Free
+            where it is absent.
+        supports_layer: likewise, of what never changes for a layer: dtypes, devices, last
+            dimensions, weights, flags. A layer of vLLM asks it once; any other caller at
+            every call, before ``supports``. It must answer alike for any number of rows
+            and any strides.
         writes: the arguments that it may write; all that the contract allows if None.
         traceable: Dynamo can trace it with ``fullgraph=True``.
         graph_safe: it can be captured in a device graph.
         priority: order inside one token; that of the backend's kind if None.
     """
-
-    def mark(method: Any) -> Any:
-        setattr(
-            method,
-            _OPTIONS,
-            {
-                "supports": supports,
-                "writes": writes,
-                "traceable": traceable,
-                "graph_safe": graph_safe,
-                "priority": priority,
-            },
-        )
-        return method
-
-    return mark
+    return _Implementation(
+        target,
+        supports=supports,
+        supports_layer=supports_layer,
+        writes=writes,
+        traceable=traceable,
+        graph_safe=graph_safe,
+        priority=priority,
+    )
 
 
-class Backend(Operators):
+class Backend(Library, Operators):
     """One library's implementations: override the operators that it offers.
 
     ``registry.register_backend(MyBackend())`` registers every overridden
     operator as ``vendor.<vendor>``, or, for another :attr:`kind`, as
-    ``<kind>.<name>``.
+    ``<kind>.<name>``, and declares those of its own.
     """
 
     #: DEFAULT and REFERENCE are for the backends that serve every vendor.
@@ -98,19 +153,6 @@ class Backend(Operators):
         """The vendor's name in policies; the backend's name unless overridden."""
         return self.name if self.kind is BackendImplKind.VENDOR else None
 
-    @abc.abstractmethod
-    def is_available(self) -> bool:
-        """Whether the library and its device are here.
-
-        It is asked once per process, in the process that computes, never in a
-        server's front end. To say why not, raise: the exception's text is the
-        reason that people read.
-        """
-
-    def missing(self, op_name: str) -> str | None:
-        """Say in a sentence what one operator lacks on an available backend, or None."""
-        return None
-
     @property
     def default_policy(self) -> Mapping[str, Any]:
         """Packaged defaults, with the keys of the YAML file but ``tuned`` and ``defaults``.
@@ -123,186 +165,39 @@ class Backend(Operators):
         return {}
 
     def implementations(self) -> list[OpImpl]:
-        """Return an :class:`OpImpl` for every operator that the class overrides."""
-        return [impl for op_name in OPERATORS if (impl := self.implementation_of(op_name))]
+        """Return an :class:`OpImpl` for every operator that the class implements."""
+        names = dict.fromkeys([*OPERATORS, *self.marked()])
+        return [impl for op_name in names if (impl := self.implementation_of(op_name))]
+
+    @classmethod
+    def marked(cls) -> dict[str, Operator | None]:
+        """Return the names that are marked by :func:`implementation` and are no operator of the core.
+
+        Returns:
+            For each name its declaration; None where the class has none.
+        """
+        found = {
+            name: declaration_of(value)
+            for one in reversed(cls.__mro__)
+            for name, value in vars(one).items()
+            if isinstance(value, _Implementation) or isinstance(_mark_of(value), _Implementation)
+        }
+        return {name: declared for name, declared in found.items() if name not in OPERATORS}
 
     def implementation_of(self, op_name: str) -> OpImpl | None:
-        """Return the :class:`OpImpl` of an operator of the core, None where it is not overridden."""
-        if getattr(type(self), op_name) is getattr(Operators, op_name):
+        """Return the :class:`OpImpl` of an operator, None where the class has none of its own."""
+        its = getattr(type(self), op_name, None)
+        if its is None or its is getattr(Operators, op_name, None):
             return None
-        method = getattr(self, op_name)
-        options = dict(getattr(method, _OPTIONS, {}))
+        mark = its if isinstance(its, _Implementation) else _mark_of(its)
+        options = dict(mark.options) if isinstance(mark, _Implementation) else {}
+        target = mark.target if isinstance(mark, _Implementation) else None
+        fn = target or getattr(self, op_name)
         priority = options.pop("priority", None)
         impl_id = f"{self.kind.prefix}.{self.vendor or self.name}"
-        return OpImpl(op_name, impl_id, self.kind, method, self.vendor, priority, **options)
+        return OpImpl(op_name, impl_id, self.kind, fn, self.vendor, priority, backend=self, **options)
 
 
-class _Availability:
-    """What each backend answered in this process.
-
-    No lock is held while a backend is asked. Who asked first decides for all; the others wait.
-    """
-
-    def __init__(self) -> None:
-        self._lock = ForkSafeLock()
-        self._answers: dict[tuple[int, str], tuple[object, str | None]] = {}
-        self._asking: dict[tuple[int, str], tuple[Work, ...]] = {}
-        #: Another object after the answers were forgotten.
-        self.era = object()
-        #: Grows with every answer that holds for one call alone.
-        self.provisional = 0
-        after_fork_in_child(self._answers_of_parent)
-
-    def _answers_of_parent(self) -> None:
-        self.era = object()
-        self._answers.clear()
-        self._asking.clear()
-
-    def reason(self, owner: object, question: str, ask: Callable[[], object]) -> str | None:
-        """Return why the answer to a question is no, None where it is yes.
-
-        Where the answer waits for this very thread, because a module that is imported for it
-        resolves an operator, this thread asks too, and what it hears holds for its call alone.
-
-        Raises:
-            DispatchError: the answer waits for this thread otherwise, or for itself.
-        """
-        key = (id(owner), question)
-        mine, how = Work(question), ""
-        while True:
-            with self._lock:
-                found = self._answers.get(key)
-                if found is not None:
-                    return found[1]
-                works = self._asking.get(key, ())
-                nested = sum(work.is_mine for work in works)
-                if not works or nested == 1 or (how == "import" and not nested):
-                    self._asking[key] = (*works, mine)
-                    break
-            how = "deadlock" if nested else works[0].wait()
-            if how == "deadlock":
-                raise DispatchError(f"{question} uses an operator that is chosen by its answer")
-        reason, is_first, is_answered = None, not works, False
-        try:
-            late = f"{question} has been running", "`vllm-fl doctor` tests it by itself."
-            with Watch() as watch, watch.over(*late):
-                reason = _answer(question, ask)
-            is_answered = True
-        finally:
-            with self._lock:
-                works = self._asking.pop(key, ())
-                others = tuple(work for work in works if work is not mine)
-                if others:
-                    self._asking[key] = others
-                if not is_first:
-                    self.provisional += 1
-                elif is_answered and mine in works:  # and nobody has forgotten the answers meanwhile
-                    # The entry keeps `owner` alive, so its id is not used again.
-                    self._answers[key] = (owner, reason)
-                mine.is_done = True
-        return reason
-
-    def forget(self) -> None:
-        with self._lock:
-            self.era = object()
-            self._answers.clear()
-            self._asking.clear()
-
-
-_availability = _Availability()
-
-
-def forget_availability() -> None:
-    """Ask every backend again the next time; for tests, and after a device appears."""
-    _availability.forget()
-
-
-def answers() -> object:
-    """Return an object that is another one after the backends' answers were forgotten."""
-    return _availability.era
-
-
-def provisional_answers() -> int:
-    """Return how many answers held for one call alone; a choice by such a one is not kept."""
-    return _availability.provisional
-
-
-def _answer(question: str, ask: Callable[[], object]) -> str | None:
-    try:
-        answer = ask()
-        undone = left_undone(answer)
-        if undone:
-            return f"{question}: {undone}"
-        if isinstance(answer, str):
-            answer = shortened(answer)
-            if answer:
-                return answer
-        return None if answer else f"{question} is {shown(answer)}"
-    except BaseException as error:  # noqa: BLE001 - SystemExit too: a plugin must not end the process
-        raise_if_from_a_signal(error)
-        return describe(error)
-
-
-def _layers(fn: object) -> Iterator[object]:
-    """Yield ``fn``, and what it is a partial or a wrapper of, from the outside in.
-
-    An object may wrap itself, or make a new one whenever it is asked.
-    """
-    seen: set[int] = set()
-    while fn is not None and id(fn) not in seen and len(seen) < _MOST_LAYERS:
-        yield fn
-        seen.add(id(fn))
-        fn = fn.func if isinstance(fn, functools.partial) else getattr(fn, "__wrapped__", None)
-
-
-def availability(impl: OpImpl) -> tuple[str | None, str | None]:
-    """Say why ``impl`` cannot run in this process.
-
-    Returns:
-        Why its backend is not available, and, of an available one, what this
-        operator lacks; None where there is nothing to say.
-    """
-    try:
-        hook, backend = _who_answers(impl.fn)
-        owner, name = getattr(hook, "__self__", hook), getattr(hook, "__qualname__", "is_available")
-        question = f"{name}()"
-    except BaseException as error:  # noqa: BLE001 - an object may raise whatever is asked of it
-        raise_if_from_a_signal(error)
-        return describe(error), None
-    if hook is not None:
-        return _availability.reason(owner, question, hook), None
-    if backend is None:
-        return None, None
-
-    def ask() -> object:
-        # Plugins were seen to declare it as a property.
-        answer: object = backend.is_available
-        return answer() if callable(answer) else answer
-
-    reason = _availability.reason(backend, f"{type(backend).__qualname__}.is_available()", ask)
-    if reason is not None:
-        return reason, None
-    try:
-        lacks: object = backend.missing(impl.op_name)
-        undone = left_undone(lacks)
-        if isinstance(lacks, str):
-            return None, shortened(lacks) or None
-        if undone or lacks is not None:
-            question = f"{type(backend).__qualname__}.missing({impl.op_name!r})"
-            return None, f"{question}: {undone or f'it is {shown(lacks)}, not a sentence or None'}"
-        return None, None
-    except BaseException as error:  # noqa: BLE001 - the reason, as above
-        raise_if_from_a_signal(error)
-        return None, describe(error)
-
-
-def _who_answers(fn: object) -> tuple[Callable[[], object] | None, Backend | None]:
-    """Return the ``_is_available`` of a function or of what it wraps, or the backend whose method it is."""
-    backend = None
-    for layer in _layers(fn):
-        hook = getattr(layer, "_is_available", None)
-        if callable(hook):
-            return hook, None
-        backend = backend if backend is not None else getattr(layer, "__self__", None)
-    # Its class is asked, because a proxy may tell that it is another one.
-    return None, backend if issubclass(type(backend), Backend) else None
+def _mark_of(method: object) -> object:
+    # A static or class method keeps what its function has.
+    return getattr(getattr(method, "__func__", method), _ATTRIBUTE, None)

@@ -21,6 +21,7 @@ NOT_LISTED = "not-listed"
 UNAVAILABLE = "unavailable"
 MISSING = "missing"
 FAILED = "failed"
+NOT_THIS_LAYER = "not-this-layer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class CandidateReport:
         priority: its priority inside a token.
         status: ``chosen``, ``next`` (it runs if those before it refuse or fail),
             ``denied``, ``not-listed``, ``unavailable``, ``missing`` (its backend is
-            available and lacks this operator) or ``failed``.
+            available and lacks this operator), ``failed`` or ``not-this-layer`` (it
+            takes other layers' dtypes or sizes).
         reason: the status in a sentence.
     """
 

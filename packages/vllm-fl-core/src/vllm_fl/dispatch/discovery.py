@@ -25,6 +25,8 @@ from vllm_fl.dispatch._foreign import is_loggable
 from vllm_fl.dispatch._foreign import left_undone
 from vllm_fl.dispatch._foreign import raise_if_from_a_signal
 from vllm_fl.dispatch._foreign import shortened
+from vllm_fl.dispatch._fork import ForkSafeLock
+from vllm_fl.dispatch._fork import after_fork_in_child
 from vllm_fl.dispatch._installed import CORE
 from vllm_fl.dispatch._installed import PACKAGE
 from vllm_fl.dispatch._installed import PLUGIN_GROUP
@@ -37,12 +39,14 @@ from vllm_fl.dispatch._installed import text_of
 from vllm_fl.dispatch._installed import version_of
 from vllm_fl.dispatch._kept import process_kept
 from vllm_fl.dispatch._log import get_logger
+from vllm_fl.dispatch._log import level_from_environment
 from vllm_fl.dispatch._log import root_logger_kept
 from vllm_fl.dispatch._stage import TOO_MANY
 from vllm_fl.dispatch._stage import Stage
 from vllm_fl.dispatch._suggest import did_you_mean
 from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch._watch import Watch
+from vllm_fl.dispatch._work import Work
 from vllm_fl.dispatch.environment import names_variable
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.errors import RegistrationError
@@ -92,6 +96,61 @@ class _Found:
             reason,
             **more,
         )
+
+
+class Discovery:
+    """The plugins of one registry, loaded once: the first thread that needs them loads them.
+
+    Args:
+        registry: what is filled.
+        is_wanted: a registry that somebody fills by hand discovers nothing.
+    """
+
+    def __init__(self, registry: OpRegistry, *, is_wanted: bool) -> None:
+        self._registry = registry
+        self._is_wanted = is_wanted
+        self._work: Work | None = None
+        self._lock = ForkSafeLock()
+        after_fork_in_child(self._forget_the_parent)
+
+    def _forget_the_parent(self) -> None:
+        self._work = None
+
+    @property
+    def loading(self) -> str | None:
+        """What is being loaded, in words; None where nothing is."""
+        work = self._work
+        return work.what if work else None
+
+    def load(self) -> None:
+        """Load the plugins, once; see :meth:`vllm_fl.dispatch.manager.OpManager.discover`."""
+        if not self._is_wanted:
+            return
+        problem = level_from_environment()
+        if problem:
+            raise PolicyError(problem)
+        mine = Work("the discovery of plugins")
+        while True:
+            with self._lock:
+                if not self._is_wanted:
+                    return
+                work = self._work
+                if work is None:
+                    self._work = mine
+                    break
+            if work.wait() != "done":
+                return
+        has_ended = False
+        try:
+            discover_plugins(self._registry, mine.goes_on)
+            has_ended = True
+        finally:
+            with self._lock:
+                # In a child that was forked meanwhile, another one may be under way.
+                if self._work is mine:
+                    self._work = None
+                self._is_wanted = self._is_wanted and not has_ended
+                mine.is_done = True
 
 
 def discover_plugins(registry: OpRegistry, begins: Callable[[str], None] | None = None) -> list[PluginRecord]:
@@ -369,24 +428,3 @@ def _line_of_it() -> str:
             where = f" ({code.co_filename}:{traceback.tb_lineno})"
         traceback = traceback.tb_next
     return where
-
-
-def get_discovered_plugins(registry: OpRegistry | None = None) -> list[PluginRecord]:
-    """Return what became of every plugin, of the default manager's registry."""
-    return list(_of(registry).plugins.values())
-
-
-def clear_discovered_plugins(registry: OpRegistry | None = None) -> None:
-    """Forget which plugins were loaded; what they registered stays.
-
-    To load everything anew, use ``reset_default_manager()``.
-    """
-    _of(registry).plugins.clear()
-
-
-def _of(registry: OpRegistry | None) -> OpRegistry:
-    if registry is None:
-        from vllm_fl.dispatch.manager import get_default_manager
-
-        registry = get_default_manager().registry
-    return registry

@@ -19,6 +19,8 @@ from typing import Protocol
 from vllm_fl.dispatch._binding import signature_problem
 from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.backend import Backend
 from vllm_fl.dispatch.declaration import Operator
 from vllm_fl.dispatch.declaration import declaration_of
 from vllm_fl.dispatch.errors import RegistrationError
@@ -29,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from collections.abc import Mapping
 
-    from vllm_fl.dispatch.backend import Backend
     from vllm_fl.dispatch.types import Origin
 
 
@@ -141,13 +142,17 @@ class OpRegistry:
         self.commit(impls=tuple(impls))
 
     def register_backend(self, backend: Backend) -> None:
-        """Register every operator that the backend's class overrides.
+        """Register every operator that the backend's class implements, and declare its own.
 
         Raises:
-            RegistrationError: see :meth:`register_impl`.
+            RegistrationError: see :meth:`register_impl`; or a method is decorated with
+                ``@implementation``, and no operator is called so.
         """
         check_backend(backend)
-        self.commit(impls=tuple(backend.implementations()), backends=(backend,))
+        own, problems = own_operators(backend, self._snapshot)
+        if problems:
+            raise RegistrationError("\n".join(problems))
+        self.commit(impls=tuple(backend.implementations()), operators=own, backends=(backend,))
 
     def declare(self, method: Any) -> None:
         """Declare an operator that the core does not know.
@@ -219,12 +224,22 @@ def check_backend(backend: object) -> None:
     Raises:
         RegistrationError: it is none.
     """
-    from vllm_fl.dispatch.backend import Backend
-
     if isinstance(backend, type):
         raise RegistrationError(f"{shown(backend)} is a class; register an instance of it")
     if not issubclass(type(backend), Backend):
         raise RegistrationError(f"{shown(backend)} is no Backend")
+
+
+def own_operators(backend: Backend, snapshot: OpRegistrySnapshot) -> tuple[tuple[Operator, ...], list[str]]:
+    """Return the operators that a backend's class declares, and what is wrong with its names."""
+    marked = backend.marked()
+    problems = [
+        f"{type(backend).__qualname__}.{name} is marked with @implementation, and there is no operator "
+        f"{name!r}.{suggest(name, snapshot.operators)} A new operator is declared there, with @operator."
+        for name, declared in marked.items()
+        if declared is None and name not in snapshot.operators
+    ]
+    return tuple(declared for declared in marked.values() if declared), problems
 
 
 #: A generated function passes them on, and has names of its own that begin with an underscore.
@@ -266,9 +281,12 @@ def _add_impl(
             problem = signature_problem(operator, impl.fn)
             if problem:
                 return f"{what}: {problem}"
-        problem = impl.supports and signature_problem(operator, impl.supports, is_predicate=True)
-        if problem:
-            return f"{what}: its predicate cannot be called: {problem}"
+        for ask in (impl.supports_layer, impl.supports):
+            if ask is None or isinstance(ask, str):
+                continue
+            problem = signature_problem(operator, ask, is_predicate=True)
+            if problem:
+                return f"{what}: its predicate cannot be called: {problem}"
     if known is None:
         by_op[impl.op_name] = (*siblings, impl)
     return None

@@ -13,20 +13,26 @@ from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._binding import adapt
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.selection import called_in_order
+from vllm_fl.dispatch.selection import entries_of
 from vllm_fl.dispatch.tuned import by_shape
+from vllm_fl.dispatch.tuned import reordered
 from vllm_fl.dispatch.types import NATIVE
+from vllm_fl.dispatch.types import load
 from vllm_fl.dispatch.wheels import install_hint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Iterable
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from vllm_fl.dispatch.decision import Decision
     from vllm_fl.dispatch.declaration import Operator
     from vllm_fl.dispatch.registry import OpRegistrySnapshot
     from vllm_fl.dispatch.registry import PluginRecord
+    from vllm_fl.dispatch.selection import Asked
     from vllm_fl.dispatch.tuned import Measured
+    from vllm_fl.dispatch.types import OpImpl
 
 logger = get_logger(__name__)
 
@@ -50,54 +56,57 @@ def build(
     decision: Decision,
     snapshot: OpRegistrySnapshot,
     failures: _guard.Failures,
+    asked: Asked,
     native: _guard.Candidate | None,
+    measured: Sequence[Measured],
     *,
     strict: bool,
-    only_traceable: bool,
     wrap: Callable[[_guard.Candidate], _guard.Candidate] | None,
 ) -> Resolved:
-    """Load what a decision can use and make one callable of it.
+    """Make one callable of what a decision can use.
 
     Args:
         decision: with at least one usable candidate.
         snapshot: what it was made from.
         failures: who is told of failures and first successes.
+        asked: for whom it was made.
         native: a layer's own path, where the decision has it as a candidate.
+        measured: what the policy's tuned table says of the operator.
         strict: the policy's.
-        only_traceable: leave out what Dynamo cannot trace, unless it is the first choice.
         wrap: applied to every candidate but the native one.
     """
     op_name = decision.op_name
     operator = snapshot.operators.get(op_name)
-    impls = {impl.impl_id: impl for impl in snapshot.impls_by_op.get(op_name, ())}
-    candidates: list[_guard.Candidate] = []
-    for report in decision.usable:
-        if report.impl_id == NATIVE and native is not None:
-            if candidates and operator is not None and operator.native_prepares:
-                continue  # by the time of a call nothing is prepared for it
-            candidates.append(replace(native, fn=trace.recorded(op_name, NATIVE, native.fn)))
-            continue
-        impl = impls[report.impl_id]
-        writes = impl.writes
-        if writes is None:
-            writes = operator.mutates if operator else ()
-        fn = trace.recorded(op_name, impl.impl_id, adapt(operator, impl.load()))
-        supports = impl.supports and adapt(operator, impl.supports, is_predicate=True)
-        candidate = _guard.Candidate(impl.impl_id, fn, supports, writes, impl.traceable)
-        candidates.append(wrap(candidate) if wrap else candidate)
-    if only_traceable and candidates[0].traceable:
-        candidates = [candidate for candidate in candidates if candidate.traceable]
-    fn = _guard.build(op_name, operator, candidates, failures, strict=strict)
-    form = _guard.form(candidates, strict=strict)
-    return Resolved(fn, replace(decision, form=form), tuple(candidates))
+
+    def made(its: Decision) -> Resolved:
+        candidates = []
+        for impl in called_in_order(its, snapshot, asked):
+            if impl is not None:
+                candidate = _candidate(impl, operator, is_asked=asked.layer is not None)
+                candidates.append(wrap(candidate) if wrap else candidate)
+            elif native is not None:
+                candidates.append(replace(native, fn=trace.recorded(op_name, NATIVE, native.fn)))
+        fn = _guard.build(op_name, operator, candidates, failures, strict=strict)
+        return Resolved(fn, its, tuple(candidates))
+
+    default = made(decision)
+    entries = entries_of(op_name, measured, snapshot, asked)
+    if not entries or operator is None:
+        return default
+    functions = {entry: made(reordered(decision, entry)).fn for entry in entries}
+    return replace(default, fn=by_shape(operator, default.fn, functions))
 
 
-def with_table(operator: Operator, default: Resolved, by_entry: Mapping[Measured, Resolved]) -> Resolved:
-    """Return what chooses by shape between what was resolved for the entries of a tuned table."""
-    functions = {entry: resolved.fn for entry, resolved in by_entry.items()}
-    lines = [f"{entry}: {resolved.decision.impl_id}" for entry, resolved in by_entry.items()]
-    decision = replace(default.decision, form="guard", tuned=tuple(lines))
-    return replace(default, fn=by_shape(operator, default.fn, functions), decision=decision)
+def _candidate(impl: OpImpl, operator: Operator | None, *, is_asked: bool) -> _guard.Candidate:
+    writes = impl.writes
+    if writes is None:
+        writes = operator.mutates if operator else ()
+    fn = trace.recorded(impl.op_name, impl.impl_id, adapt(operator, impl.load()))
+    supports, supports_layer = (
+        None if ask is None else adapt(operator, load(ask), is_predicate=True)
+        for ask in (impl.supports, None if is_asked else impl.supports_layer)
+    )
+    return _guard.Candidate(impl.impl_id, fn, supports, supports_layer, writes, impl.traceable)
 
 
 def nothing_runs(decision: Decision, plugins: Iterable[PluginRecord]) -> str:

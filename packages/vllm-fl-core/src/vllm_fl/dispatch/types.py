@@ -13,10 +13,13 @@ from typing import Any
 
 from vllm_fl.dispatch._foreign import unfit
 from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.availability import availability
 from vllm_fl.dispatch.errors import RegistrationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from vllm_fl.dispatch.availability import Library
 
 #: The token of a layer's own vLLM path; see "Which one runs" in ``manager``.
 NATIVE = "native"
@@ -80,12 +83,16 @@ class OpImpl:
         vendor: the vendor's name; required for kind VENDOR and for no other.
         priority: order inside one token; the kind's own priority if None.
         supports: takes the operator's arguments and returns True, or a sentence
-            that says why not. It looks at dtypes, layouts and trailing
-            dimensions, and runs no kernel.
+            that says why not; or ``"module:function"``. It is asked at every call, and
+            runs no kernel.
+        supports_layer: likewise, of what never changes for a layer. A layer asks it
+            once, any other caller at every call, before ``supports``.
         writes: the arguments that ``fn`` may write; None means all that the
             operator's declaration allows. ``()`` promises that none is written.
         traceable: Dynamo can trace ``fn`` with ``fullgraph=True``.
         graph_safe: ``fn`` can be captured in a device graph.
+        backend: who is asked whether it is available; that of the class that
+            implements it.
         origin: who registered it; set by the discovery.
 
     Raises:
@@ -98,10 +105,12 @@ class OpImpl:
     fn: Callable[..., Any] | str
     vendor: str | None = None
     priority: int | None = None
-    supports: Callable[..., bool | str] | None = field(default=None, kw_only=True)
+    supports: Callable[..., bool | str] | str | None = field(default=None, kw_only=True)
+    supports_layer: Callable[..., bool | str] | str | None = field(default=None, kw_only=True)
     writes: tuple[str, ...] | None = field(default=None, kw_only=True)
     traceable: bool = field(default=False, kw_only=True)
     graph_safe: bool = field(default=False, kw_only=True)
+    backend: Library | None = field(default=None, kw_only=True, compare=False, repr=False)
     origin: Origin | None = field(default=None, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
@@ -126,17 +135,8 @@ class OpImpl:
                 self._refuse(f"impl_id of vendor {self.vendor!r} begins with 'vendor.{self.vendor}'")
         elif self.vendor is not None:
             self._refuse(f"vendor={self.vendor!r} belongs to kind VENDOR, not {self.kind.name}")
-        if isinstance(self.fn, str):
-            if not _REFERENCE_TO.fullmatch(self.fn):
-                self._refuse(f"fn must be a callable or 'module:function', not {self.fn!r}")
-        elif not callable(self.fn):
-            self._refuse(f"fn must be a callable or 'module:function', not {shown(self.fn)}")
-        elif problem := unfit(self.fn):
-            self._refuse(f"fn: {problem}")
-        if self.supports is not None and not callable(self.supports):
-            self._refuse(f"supports must be a callable or None, not {shown(self.supports)}")
-        if self.supports is not None and (problem := unfit(self.supports)):
-            self._refuse(f"supports: {problem}")
+        for name in ("fn", "supports", "supports_layer"):
+            self._check_function(name, getattr(self, name))
         if self.priority is None:
             object.__setattr__(self, "priority", int(BackendPriority[self.kind.name]))
         elif isinstance(self.priority, bool) or not isinstance(self.priority, int):
@@ -150,6 +150,20 @@ class OpImpl:
                 self._refuse(f"writes must be a tuple of argument names, not {shown(self.writes)}")
             object.__setattr__(self, "writes", writes)
 
+    def _check_function(self, name: str, value: object) -> None:
+        if value is None and name != "fn":
+            return
+        may_be = (
+            "a callable or 'module:function'" if name == "fn" else "a callable, 'module:function' or None"
+        )
+        if isinstance(value, str):
+            if not _REFERENCE_TO.fullmatch(value):
+                self._refuse(f"{name} must be {may_be}, not {value!r}")
+        elif not callable(value):
+            self._refuse(f"{name} must be {may_be}, not {shown(value)}")
+        elif problem := unfit(value):
+            self._refuse(f"{name}: {problem}")
+
     def _refuse(self, reason: str) -> None:
         raise RegistrationError(f"OpImpl({shown(self.op_name)}, {shown(self.impl_id)}): {reason}.")
 
@@ -160,21 +174,11 @@ class OpImpl:
             TypeError: what it names is no function.
             Exception: whatever the import raises.
         """
-        if not isinstance(self.fn, str):
-            return self.fn
-        loaded = _loaded.get(self.fn)
-        if loaded is None:
-            # No lock of ours: an import has its own, and whoever waits for both may wait for ever.
-            module, _, attribute = self.fn.partition(":")
-            found: Any = importlib.import_module(module)
-            for name in attribute.split("."):
-                found = getattr(found, name)
-            if not callable(found):
-                raise TypeError(f"{self.fn} is {shown(found)}, not a function")
-            if problem := unfit(found):
-                raise TypeError(f"{self.fn}: {problem}")
-            loaded = _loaded.setdefault(self.fn, found)
-        return loaded
+        return load(self.fn)
+
+    def predicates(self) -> tuple[Callable[..., Any], ...]:
+        """Return what is asked before a call, ``supports_layer`` first; imported as by :meth:`load`."""
+        return tuple(load(one) for one in (self.supports_layer, self.supports) if one is not None)
 
     def unavailable_reason(self) -> str | None:
         """Say in a sentence why it cannot run in this process; None if it can.
@@ -184,8 +188,6 @@ class OpImpl:
         callable that returns a bool. Nothing raises here: an exception is the
         reason.
         """
-        from vllm_fl.dispatch.backend import availability
-
         of_backend, of_operator = availability(self)
         return of_backend or of_operator
 
@@ -196,6 +198,30 @@ class OpImpl:
 
 # What ``load`` has found; who comes first decides for all.
 _loaded: dict[str, Callable[..., Any]] = {}
+
+
+def load(function: Callable[..., Any] | str) -> Callable[..., Any]:
+    """Return a function, imported the first time where it is ``"module:function"``.
+
+    Raises:
+        TypeError: what it names is no function.
+        Exception: whatever the import raises.
+    """
+    if not isinstance(function, str):
+        return function
+    loaded = _loaded.get(function)
+    if loaded is None:
+        # No lock of ours: an import has its own, and whoever waits for both may wait for ever.
+        module, _, attribute = function.partition(":")
+        found: Any = importlib.import_module(module)
+        for name in attribute.split("."):
+            found = getattr(found, name)
+        if not callable(found):
+            raise TypeError(f"{function} is {shown(found)}, not a function")
+        if problem := unfit(found):
+            raise TypeError(f"{function}: {problem}")
+        loaded = _loaded.setdefault(function, found)
+    return loaded
 
 
 def may_be_vendor(name: str) -> bool:

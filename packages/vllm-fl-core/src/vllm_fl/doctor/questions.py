@@ -25,7 +25,7 @@ from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch._runtime import has_accelerator
-from vllm_fl.dispatch.backend import availability
+from vllm_fl.dispatch.availability import availability
 from vllm_fl.dispatch.policy.packaged import lies_below
 
 if TYPE_CHECKING:

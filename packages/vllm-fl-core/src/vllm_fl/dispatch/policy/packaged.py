@@ -20,9 +20,9 @@ from vllm_fl.dispatch._foreign import describe
 from vllm_fl.dispatch._foreign import raise_if_from_a_signal
 from vllm_fl.dispatch._log import warn_once
 from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.availability import answers
+from vllm_fl.dispatch.availability import provisional_answers
 from vllm_fl.dispatch.backend import Backend
-from vllm_fl.dispatch.backend import answers
-from vllm_fl.dispatch.backend import provisional_answers
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.policy.keys import PACKAGED
