@@ -13,15 +13,18 @@ import pytest
 
 from vllm_fl.dispatch import Backend
 from vllm_fl.dispatch import BackendImplKind
+from vllm_fl.dispatch import Operators
 from vllm_fl.dispatch import OpImpl
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import RegistrationError
 from vllm_fl.dispatch import implementation
+from vllm_fl.dispatch import operator
 from vllm_fl.dispatch.backend import forget_availability
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 OP = "silu_and_mul"
 
@@ -353,3 +356,139 @@ def test_what_an_available_backend_lacks_is_told_and_not_warned_of(
     assert (rejected.status, rejected.reason) == ("missing", "not available: it was left out")
     assert manager.explain("gelu_and_mul").impl_id == "vendor.partial"
     assert not caplog.records
+
+
+# -- one line for an operator -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module that is imported when something of it is chosen, and not before."""
+    name = f"library_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(
+        "asked = []\n"
+        "def silu_and_mul(x): return ['silu', x]\n"
+        "def supports(x): return x >= 0 or 'negative'\n"
+        "def for_layer(x): asked.append(x); return x != 7 or 'seven'\n"
+        "def no_such_argument(y, z): return y\n"
+        "def my_op(x): return ['mine', x]\n"
+        "value = 5\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def registered(backend: Backend) -> OpManager:
+    registry = OpRegistry()
+    registry.register_backend(backend)
+    return OpManager(registry)
+
+
+def acme(**attributes: Any) -> Backend:
+    none = {name: getattr(Operators, name) for name in ("silu_and_mul", "moe_sum")}
+    return type("Named", (Acme,), {**none, **attributes})()
+
+
+def test_an_implementation_is_named_and_loaded_when_it_is_chosen(library: str) -> None:
+    backend = acme(
+        silu_and_mul=implementation(
+            f"{library}:silu_and_mul", supports=f"{library}:supports", writes=(), traceable=True
+        )
+    )
+    manager = registered(backend)
+    assert library not in sys.modules
+    (impl,) = backend.implementations()
+    assert (impl.backend, impl.writes, impl.traceable) == (backend, (), True)
+    assert manager.call("silu_and_mul", 5) == ["silu", 5]
+    with pytest.raises(NotImplementedError, match="negative"):
+        manager.call("silu_and_mul", -1)
+    assert backend.silu_and_mul(3) == ["silu", 3]  # as a method is called
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("{}:gone", "cannot be loaded: AttributeError: module '{}' has no attribute 'gone'"),
+        ("no_such_library:f", "cannot be loaded: no_such_library is not installed"),
+        ("{}:value", "cannot be loaded: TypeError: {}:value is 5, not a function"),
+        ("{}:no_such_argument", "it does not take 'x'; the contract is silu_and_mul(x)"),
+    ],
+)
+@pytest.mark.parametrize("what", ["target", "supports"])
+def test_what_is_named_is_checked_when_it_is_loaded(
+    library: str, target: str, reason: str, what: str
+) -> None:
+    names = {"target": f"{library}:silu_and_mul", "supports": None, what: target.format(library)}
+    manager = registered(acme(silu_and_mul=implementation(names["target"], supports=names["supports"])))
+    decision = manager.explain("silu_and_mul")
+    if what == "supports" and target.endswith("no_such_argument"):
+        reason = "its predicate {}:no_such_argument cannot be called: it takes 'z' at a place"
+    assert decision.impl_id is None
+    assert reason.format(library) in decision.candidates[0].reason
+
+
+def test_a_named_implementation_asks_its_backend(library: str) -> None:
+    class Away(Acme):
+        silu_and_mul = implementation(f"{library}:silu_and_mul")
+
+    manager = registered(Away(answer=OSError("no card")))
+    assert manager.explain("silu_and_mul").candidates[0].reason == "not available: OSError: no card"
+    assert library not in sys.modules
+
+
+@pytest.mark.parametrize("by", ["name", "method"])
+def test_a_marked_name_that_is_no_operator_is_an_error(library: str, by: str) -> None:
+    mark = implementation(f"{library}:silu_and_mul") if by == "name" else implementation()(lambda self, x: x)
+    with pytest.raises(RegistrationError) as caught:
+        OpRegistry().register_backend(acme(silu_and_mull=mark))
+    assert str(caught.value) == (
+        "Named.silu_and_mull is marked with @implementation, and there is no operator 'silu_and_mull'. "
+        "Did you mean 'silu_and_mul'? A new operator is declared there, with @operator."
+    )
+
+
+@pytest.mark.parametrize("by", ["name", "method"])
+def test_an_operator_of_its_own_is_declared_by_its_method(library: str, by: str) -> None:
+    def my_op(self: Any, x: int) -> int:
+        """Return something of one's own."""
+        return ["mine", x]
+
+    target = f"{library}:my_op" if by == "name" else None
+    manager = registered(acme(my_op=operator(hints=("x",))(implementation(target)(my_op))))
+    assert manager.snapshot().operators["my_op"].doc == "Return something of one's own."
+    assert manager.call("my_op", 4) == ["mine", 4]
+
+
+# -- two questions --------------------------------------------------------------------------------------
+
+
+def asked_of(library: str) -> list[Any]:
+    return sys.modules[library].asked
+
+
+def test_a_layers_question_is_asked_at_every_call_of_anybody_else(library: str) -> None:
+    named = implementation(
+        f"{library}:silu_and_mul", supports=f"{library}:supports", supports_layer=f"{library}:for_layer"
+    )
+    manager = registered(acme(silu_and_mul=named))
+    assert [manager.call("silu_and_mul", x) for x in (1, 2)] == [["silu", 1], ["silu", 2]]
+    assert asked_of(library) == [1, 2]
+    with pytest.raises(NotImplementedError, match="seven"):
+        manager.call("silu_and_mul", 7)
+    with pytest.raises(NotImplementedError, match="negative"):
+        manager.call("silu_and_mul", -3)
+    assert asked_of(library)[:4] == [1, 2, 7, 7]  # once for the choice, once for its reason
+
+
+def test_a_layer_asks_its_question_once(library: str) -> None:
+    named = implementation(f"{library}:silu_and_mul", supports_layer=f"{library}:for_layer")
+    manager = registered(acme(silu_and_mul=named))
+    resolved = manager.resolve_with_native("silu_and_mul", lambda x: ["native", x], layer=(1,))
+    assert resolved.decision.impl_id == "vendor.acme"
+    before = len(asked_of(library))
+    assert [resolved.fn(x) for x in (1, 7)] == [["silu", 1], ["silu", 7]]
+    assert len(asked_of(library)) == before
+    other = manager.resolve_with_native("silu_and_mul", lambda x: ["native", x], layer=(7,))
+    assert other.fn(1) == ["native", 1]
+    (refused,) = [c for c in other.decision.candidates if c.impl_id == "vendor.acme"]
+    assert (refused.status, refused.reason) == ("not-this-layer", "does not take this layer's inputs: seven")
