@@ -115,6 +115,35 @@ def test_compiled(qwen3: Checkpoint, chip: dict[str, str], evidence: Evidence, c
     assert any(evidence.graphs().values())
 
 
+_HASH = "from vllm.config import VllmConfig; print(VllmConfig().compute_hash())"
+
+
+def test_what_is_compiled_for_one_chip_is_not_for_another(site: Path, tmp_path: Path) -> None:
+    """vLLM's own key has neither the platform nor the type of the device in it."""
+    (tmp_path / "other_chip.py").write_text(
+        "from dataclasses import fields\n"
+        "from vllm_fl.platform.description import Chip\n"
+        "from vllm_fl_template.chip import CHIP as SAME\n"
+        "values = {field.name: getattr(SAME, field.name) for field in fields(Chip)}\n"
+        "CHIP = Chip(**{**values, 'name': 'Other'})\n"
+    )
+    _install(tmp_path, "other", "other_chip:CHIP")
+    path = os.pathsep.join([str(tmp_path), _before(site)])
+    keys = []
+    for name in ("template", "template", "other"):
+        done = _ask(_HASH, PYTHONPATH=path, VLLM_FL_PLATFORM=name, VLLM_FL_TEMPLATE_ENABLED="1")
+        assert done.returncode == 0, done.stderr
+        keys.append(done.stdout.splitlines()[-1])
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.long
+def test_a_chip_without_attention(qwen3: Checkpoint, chip: dict[str, str]) -> None:
+    result = run_vllm(qwen3, env={**chip, "VLLM_FL_DENY_VENDORS": "template"}, engine_args=_ENGINE)
+    assert result.returncode != 0
+    assert "NotImplementedError: no installed wheel serves attention_backend on Template CPU" in result.log
+
+
 # -- what becomes of vLLM where it is not active ----------------------------------------------
 
 _ASK = """
@@ -126,9 +155,16 @@ print(json.dumps([type(current_platform).__name__, of_platform, os.environ.get("
 """
 
 
-def _ask(**env: str) -> subprocess.CompletedProcess[str]:
+def _install(folder: Path, name: str, chip: str) -> None:
+    info = folder / f"{name}_wheel-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-wheel\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[vllm_fl.platforms]\n{name} = {chip}\n")
+
+
+def _ask(code: str = _ASK, **env: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    command = [sys.executable, "-c", _ASK]
+    command = [sys.executable, "-c", code]
     return subprocess.run(
         command, env={**inherited, **env}, capture_output=True, text=True, timeout=600, check=False
     )
@@ -182,10 +218,7 @@ manual_seed_all = 3
 )
 def test_a_torch_module_that_vllm_cannot_use(tmp_path: Path, module: str, said: str) -> None:
     (tmp_path / "acme.py").write_text(_HOSTILE.format(module=module))
-    info = tmp_path / "acme_wheel-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-wheel\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[vllm_fl.platforms]\nacme = acme:CHIP\n")
+    _install(tmp_path, "acme", "acme:CHIP")
     done = _ask(PYTHONPATH=_before(tmp_path), VLLM_FL_PLATFORM="acme")
     assert done.returncode == 1
     error = "vllm_fl.platform.errors.PlatformError: the platform 'acme' of acme-wheel 1.0 (acme:CHIP): "

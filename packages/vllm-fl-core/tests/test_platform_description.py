@@ -45,6 +45,7 @@ WRONG: dict[str, list[Any]] = {
     "accelerator": [None, {"synchronize": print}],
     "triton_kernels": [("a", "b"), {"a.b": "c"}],
     "total_memory": [1 << 30, ""],
+    "compute_units": [8, ""],
     "worker": ["a.B", object()],
     "runner": ["a.B", True],
     "quirks": [[Quirk(**QUIRK)], (QUIRK,), Quirk(**QUIRK), None],

@@ -128,6 +128,8 @@ class ChipPlatform(Platform):  # type: ignore[misc]
 
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
+        if CHIP.compute_units:
+            return int(DESCRIPTION.load("compute_units", CHIP.compute_units)(device_id))
         return int(device_module().get_device_properties(device_id).multi_processor_count)
 
     @classmethod

@@ -113,6 +113,9 @@ class Chip:
             that takes its place, for a chip without Triton.
         total_memory: ``"module:function"``; ``function(index)`` returns a chip's bytes
             without opening it.
+        compute_units: ``"module:function"``; ``function(index)`` returns how many a chip has, as
+            vLLM counts CUDA's multiprocessors. Not needed where ``get_device_properties`` of
+            ``torch_module`` has ``multi_processor_count``.
         worker: a worker in the place of the core's: ``"module:Class"``.
         runner: a model runner in the place of vLLM's: ``"module:Class"``.
         quirks: what some versions of vLLM need beside all this.
@@ -148,6 +151,7 @@ class Chip:
     accelerator: Mapping[str, str] = _optional_field({})
     triton_kernels: Mapping[str, str] = _optional_field({})
     total_memory: str | None = _optional_field(None, "vLLM batches as on a small card")
+    compute_units: str | None = _optional_field(None)
     worker: str | None = _optional_field(None)
     runner: str | None = _optional_field(None)
     quirks: tuple[Quirk, ...] = _optional_field(())
@@ -303,6 +307,7 @@ _CHECKS: Mapping[str, Callable[[object], str | None]] = {
     "accelerator": _names,
     "triton_kernels": _names,
     "total_memory": _optional(_reference),
+    "compute_units": _optional(_reference),
     "worker": _optional(_reference),
     "runner": _optional(_reference),
     "quirks": _quirks,
