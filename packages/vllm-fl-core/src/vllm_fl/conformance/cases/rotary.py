@@ -130,6 +130,7 @@ def _case(what: str, dtype: torch.dtype, tier: Tier = Tier.FULL, **options: Any)
 
     def expect(given: Arguments) -> Expected:
         before = [None if x is None else x.clone() for x in (given["query"], given["key"])]
+        rot = 2 * given["cos"].shape[-1]
         turned = [
             None
             if x is None
@@ -150,12 +151,12 @@ def _case(what: str, dtype: torch.dtype, tier: Tier = Tier.FULL, **options: Any)
                 whole = compared(out, exact, leans=False)
                 if out is not None and whole.is_right:
                     # How it rounds shows in what is rotated alone; the tail passes through.
-                    rotated = exact[..., : form.rot]
-                    whole += compared(out[..., : form.rot], rotated, once=(rotated,))
+                    rotated = exact[..., :rot]
+                    whole += compared(out[..., :rot], rotated, once=(rotated,))
                 verdict += whole
-                tail = slice(form.rot, None)
+                tail = slice(rot, None)
                 if out is not None and verdict.is_right and not same_bytes(out[..., tail], was[..., tail]):
-                    verdict += wrong(f"{name}: what lies beyond the {form.rot} rotated elements was changed")
+                    verdict += wrong(f"{name}: what lies beyond the {rot} rotated elements was changed")
             return verdict
 
         return Expected(answer, judge)
