@@ -27,6 +27,8 @@ SCREEN = (80, 40)
 NOT_RUN = {
     "demo": "runs vLLM; tests/e2e/test_demo.py does",
     "conformance": "names a backend that is not there",
+    "bench": "measures for minutes; tests/tuning/test_commands.py does for seconds",
+    "tune": "measures for minutes; tests/tuning/test_commands.py does for seconds",
     "trace": "needs what a server has written",
     "new-vendor": "needs the sample wheel; test_new_vendor.py runs it",
 }

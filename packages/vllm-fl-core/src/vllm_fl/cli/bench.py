@@ -36,7 +36,7 @@ def add_commands(commands: Any) -> None:
         help="how long every implementation takes, and which one wins",
         description="Time every available implementation, the compiled reference and vLLM's own path. What "
         "the conformance kit finds wrong at a shape is named and not timed.",
-        epilog="example: vllm-fl bench silu_and_mul --backend reference.torch --rows 1,16 --seconds 0.01",
+        epilog="example: vllm-fl bench --model path/to/model --html report.html",
     )
     add_selection(parser)
     parser.add_argument("--json", dest="json_file", type=Path, metavar="F", help="write every row to F")

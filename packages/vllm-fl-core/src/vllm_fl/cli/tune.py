@@ -26,8 +26,7 @@ def add_commands(commands: Any) -> None:
         help="measure, and write a tuned table for a policy",
         description="Measure twice: the first pass nominates, the second one, which the first knows nothing "
         "of, decides. Writes the table that a policy file names with its key tuned.",
-        epilog="example: vllm-fl tune silu_and_mul --backend reference.torch --rows 1,16 --seconds 0.01 "
-        "--output table.yaml",
+        epilog="example: vllm-fl tune --model path/to/model --output tuned.yaml",
     )
     add_selection(parser)
     parser.add_argument(
