@@ -216,3 +216,153 @@ def test_unknown_names(table: Mapping[str, Any], said: str) -> None:
     manager = _manager()
     with policy_context(_policy(table)), pytest.raises(PolicyError, match=re.escape(said)):
         manager.call(OP, Tensor(1, 8))
+
+
+# -- layouts, modes and what a table says of itself ---------------------------------
+
+NORM = "rms_norm"
+
+
+class Strided(Tensor):
+    """A tensor that says whether it is contiguous, and counts how often it is asked."""
+
+    asked = 0
+
+    def __init__(self, *shape: int, contiguous: bool) -> None:
+        super().__init__(*shape)
+        self._contiguous = contiguous
+
+    def is_contiguous(self) -> bool:
+        Strided.asked += 1
+        return self._contiguous
+
+
+def _norms() -> OpManager:
+    registry = OpRegistry()
+    for impl_id, vendor in ((FLAGOS, None), (ACME, "acme"), (TORCH, None)):
+        kind = {"d": BackendImplKind.DEFAULT, "v": BackendImplKind.VENDOR, "r": BackendImplKind.REFERENCE}
+        fn = lambda x, residual, weight, epsilon, its=impl_id: its  # noqa: E731
+        registry.register_impl(OpImpl(NORM, impl_id, kind[impl_id[0]], fn, vendor, writes=()))
+    return OpManager(registry)
+
+
+def _entry(rows: int, *order: str, **more: str) -> dict[str, Any]:
+    return {"dtype": "bfloat16", "last": 8, "max_rows": rows, "order": list(order), **more}
+
+
+@pytest.mark.parametrize(
+    ("entries", "strided", "residual", "runs"),
+    [
+        ([_entry(16, TORCH, layout="strided"), _entry(16, ACME, layout="contiguous")], True, False, TORCH),
+        ([_entry(16, TORCH, layout="strided"), _entry(16, ACME, layout="contiguous")], False, False, ACME),
+        # No such layout was measured.
+        ([_entry(16, TORCH, layout="strided")], False, False, FLAGOS),
+        ([_entry(16, TORCH, layout="contiguous")], False, True, FLAGOS),
+        ([_entry(16, TORCH, layout="contiguous+residual")], False, True, TORCH),
+        ([_entry(16, TORCH, layout="strided+residual")], True, True, TORCH),
+        ([_entry(16, TORCH, layout="strided+residual")], True, False, FLAGOS),
+        # Without a layout it holds for all, and one that names it holds before it for as many rows.
+        ([_entry(16, TORCH)], True, True, TORCH),
+        ([_entry(16, TORCH), _entry(16, ACME, layout="strided")], True, False, ACME),
+        ([_entry(16, TORCH), _entry(16, ACME, layout="strided")], False, False, TORCH),
+        # The one with the fewest rows holds, whether it names its layout or not.
+        ([_entry(8, TORCH), _entry(16, ACME, layout="strided")], True, False, TORCH),
+        # A call looks at what was measured eagerly, and at what holds for all modes.
+        ([_entry(16, TORCH, mode="graph")], False, False, FLAGOS),
+        ([_entry(16, TORCH, mode="compile")], False, False, FLAGOS),
+        ([_entry(16, TORCH, mode="eager")], False, False, TORCH),
+        ([_entry(16, TORCH, mode="eager"), _entry(16, ACME)], False, False, TORCH),
+        ([_entry(16, TORCH, mode="graph"), _entry(16, ACME, mode="eager")], False, False, ACME),
+    ],
+)
+def test_layouts_and_modes(entries: list[dict[str, Any]], strided: bool, residual: bool, runs: str) -> None:
+    manager = _norms()
+    x = Strided(7, 8, contiguous=not strided)
+    with policy_context(SelectionPolicy.from_dict(tuned={NORM: entries})):
+        assert manager.call(NORM, x, x if residual else None, None, 1e-6) == runs
+        assert manager.resolve(NORM)(x, residual=x if residual else None, weight=None, epsilon=1e-6) == runs
+
+
+def test_nobody_asks_for_a_layout_that_decides_nothing() -> None:
+    manager, x = _norms(), Strided(7, 8, contiguous=True)
+    Strided.asked = 0
+    for entry, asked in ((_entry(16, TORCH), 0), (_entry(16, TORCH, layout="contiguous"), 1)):
+        with policy_context(SelectionPolicy.from_dict(tuned={NORM: [entry]})):
+            assert manager.call(NORM, x, None, None, 1e-6) == TORCH
+        assert Strided.asked == asked
+
+
+def test_explain_says_what_decides_and_what_does_not_yet() -> None:
+    entries = [_entry(16, TORCH, mode="eager", layout="strided"), _entry(16, ACME, mode="graph")]
+    with policy_context(SelectionPolicy.from_dict(tuned={NORM: entries})):
+        assert _norms().explain(NORM).tuned == (
+            "up to 16 rows of 8, bfloat16, graph (kept, not looked at yet): vendor.acme",
+            "up to 16 rows of 8, bfloat16, strided, eager: reference.torch",
+        )
+
+
+def test_layouts_and_modes_reach_a_worker_and_change_the_fingerprint() -> None:
+    made = [
+        SelectionPolicy.from_dict(tuned={NORM: [_entry(16, TORCH, **more)]})
+        for more in ({}, {"mode": "eager"}, {"mode": "graph"}, {"layout": "strided"})
+    ]
+    assert len({policy.fingerprint() for policy in made}) == 4
+    for policy in made:
+        again = SelectionPolicy.from_dict(**json.loads(json.dumps(policy.to_dict())))
+        assert again.tuned == policy.tuned
+        assert again.fingerprint() == policy.fingerprint()
+
+
+ABOUT = """about:
+  card: Acme A1
+  driver: null
+  date: today
+  by: vllm-fl-core 1
+  shapes: the default list
+  versions: {torch: 2.13.0}
+  conformance: {reference.torch: right at 1 of 1 shapes}
+"""
+
+
+def test_a_table_that_says_where_it_was_measured(tmp_path: Path) -> None:
+    entry = (
+        "rms_norm:\n  - {dtype: bfloat16, last: 8, max_rows: 1, order: [a], mode: eager, layout: strided}\n"
+    )
+    (tmp_path / "table.yaml").write_text(ABOUT + entry)
+    (tmp_path / "policy.yaml").write_text("tuned: table.yaml\n")
+    policy = policy_from_config(str(tmp_path / "policy.yaml"))
+    expected = {NORM: [_entry(1, "a", mode="eager", layout="strided")]}
+    assert policy.tuned == SelectionPolicy.from_dict(tuned=expected).tuned
+
+
+@pytest.mark.parametrize(
+    ("table", "line", "said"),
+    [
+        ("about: 1", 1, "must be a mapping"),
+        ("about:\n  crad: a", 2, "Did you mean 'card'?"),
+        ("about:\n  date: a\n  card: 1", 3, "card of about must be a text, not 1"),
+        ("about:\n  card: null", 2, "card of about must be a text"),
+        ("about:\n  versions: a", 2, "versions of about must map names to texts"),
+        ("about:\n  versions: {torch: 2.1}", 2, "versions of about must map names to texts"),
+        ("a:\n  - {dtype: b, last: 1, max_rows: 1, order: [c], mode: egaer}", 2, "Did you mean 'eager'?"),
+        ("a:\n  - {dtype: b, last: 1, max_rows: 1, order: [c], mode: 1}", 2, "mode of 'a' must be one of"),
+        ("a:\n  - {dtype: b, last: 1, max_rows: 1, order: [c], layout: dense}", 2, "layout of 'a' must be"),
+        (
+            "a:\n  - {dtype: b, last: 1, max_rows: 1, order: [c], layout: strided+}",
+            2,
+            "layout of 'a' must be",
+        ),
+        (
+            "a:\n" + "  - {dtype: b, last: 1, max_rows: 1, order: [c], mode: graph, layout: strided}\n" * 2,
+            1,
+            "two entries for up to 1 rows of 1, b, strided, graph",
+        ),
+    ],
+)
+def test_a_wrong_layout_mode_or_description(tmp_path: Path, table: str, line: int, said: str) -> None:
+    (tmp_path / "table.yaml").write_text(table)
+    (tmp_path / "policy.yaml").write_text("tuned: table.yaml\n")
+    with pytest.raises(PolicyError) as caught:
+        policy_from_config(str(tmp_path / "policy.yaml"))
+    assert str(caught.value).startswith(f"{tmp_path / 'table.yaml'}:{line}: ")
+    assert said in str(caught.value)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from typing import NoReturn
 
 from vllm_fl.about import generated_by
+from vllm_fl.cli import bench
 from vllm_fl.cli import completion
 from vllm_fl.cli import conformance
 from vllm_fl.cli import demo
@@ -24,6 +25,7 @@ from vllm_fl.cli import inspect
 from vllm_fl.cli import new_vendor
 from vllm_fl.cli import policy
 from vllm_fl.cli import trace
+from vllm_fl.cli import tune
 from vllm_fl.cli.output import ExitCode
 from vllm_fl.cli.output import Output
 from vllm_fl.cli.output import Problem
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the core's version")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
-    for module in (inspect, doctor, policy, env, demo, trace, new_vendor, conformance):
+    for module in (inspect, doctor, policy, env, demo, trace, new_vendor, conformance, bench, tune):
         module.add_commands(commands)
     completion.add_commands(commands, parser)
     return parser

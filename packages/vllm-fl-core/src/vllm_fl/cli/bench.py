@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_fl.cli.conformance import interrupted_by_sigterm
 from vllm_fl.cli.conformance import progress
+from vllm_fl.cli.env import environment
 from vllm_fl.cli.output import ExitCode
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
@@ -104,7 +105,7 @@ class Run:
         if not self.bench.modes:
             raise UsageError(f"{self.device} has no graphs: choose eager or compile")
         self.report: Report = Report(
-            machine(self.device),
+            machine(self.device, environment()),
             str(self.device),
             selection.source,
             self.bench.modes,

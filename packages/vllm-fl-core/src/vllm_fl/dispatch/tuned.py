@@ -183,13 +183,13 @@ def check_about(key: object, value: object) -> None:
         raise PolicyError(
             f"unknown key {shown(key)} of {ABOUT}; keys are {', '.join(_ABOUT)}.{did_you_mean(key, _ABOUT)}"
         )
-    texts = value.items() if isinstance(value, dict) and _ABOUT[key] is dict else [(key, value)]
-    for name, text in texts:
-        # A card without a driver of its own has none.
-        is_text = isinstance(name, str) and (isinstance(text, str) or (text is None and key == "driver"))
-        if not is_text:
-            kind = "map names to texts" if _ABOUT[key] is dict else "be a text"
-            raise PolicyError(f"{key} of {ABOUT} must {kind}, not {shown(value)}.")
+    if _ABOUT[key] is dict:
+        texts = [*value.keys(), *value.values()] if isinstance(value, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise PolicyError(f"{key} of {ABOUT} must map names to texts, not {shown(value)}.")
+    # A card without a driver of its own has none.
+    elif not isinstance(value, str) and (value is not None or key != "driver"):
+        raise PolicyError(f"{key} of {ABOUT} must be a text, not {shown(value)}.")
 
 
 def to_plain(table: Sequence[tuple[str, tuple[Measured, ...]]]) -> dict[str, list[dict[str, Any]]]:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 from typing import Any
 
 import torch
 
-from vllm_fl.cli.env import environment
-from vllm_fl.cli.output import generated_by
+from vllm_fl.about import generated_by
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    """Return ``{"card", "driver", "date", "by", "versions"}`` of this process and a device."""
-    found = environment()
+def machine(device: torch.device, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``{"card", "driver", "date", "by", "versions"}`` of this process and a device.
+
+    Args:
+        device: where it is measured.
+        found: what ``vllm-fl env --json`` prints.
+    """
     versions = {one["name"]: one["version"] for one in found["packages"] if one["version"]}
     return {
         "card": card(device),

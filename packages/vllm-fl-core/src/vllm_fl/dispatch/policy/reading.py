@@ -21,6 +21,8 @@ from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.policy.keys import key_of
 from vllm_fl.dispatch.policy.value import SelectionPolicy
+from vllm_fl.dispatch.tuned import ABOUT
+from vllm_fl.dispatch.tuned import check_about
 from vllm_fl.dispatch.tuned import check_entry
 from vllm_fl.dispatch.tuned import check_table
 
@@ -119,6 +121,11 @@ def _table(path: str, asked_by: str) -> Any:
     found: dict[str, Any] = {}
     with _yaml(path, f"{asked_by}: {path}") as (loader, entries):
         for op_name, node, place in entries:
+            if op_name == ABOUT:
+                for key, value, its_place in _entries(loader, node, path):
+                    with told_as(f"{its_place}: "):
+                        check_about(key, _value(loader, value, path))
+                continue
             rows = _rows(loader, node, path, op_name)
             with told_as(f"{place}: "):
                 found.update(check_table({op_name: rows}))
