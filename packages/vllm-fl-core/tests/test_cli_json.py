@@ -77,6 +77,7 @@ def test_policy(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 def test_trace(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_FL_TRACE_DIR", str(tmp_path))
+    monkeypatch.setenv("VLLM_FL_TRACE_RUN", "20260101T000000.000000-01234567")
     trace.recorded("silu_and_mul", "reference.torch", lambda x: x)([1])
     record = trace.recorder()
     assert record is not None
