@@ -149,10 +149,10 @@ def _agrees(*_: Any, **__: Any) -> str | None:
 
 def _registered(impl: OpImpl, operator: Operator) -> Contender:
     fn = adapt(operator, impl.load())
-    supports = _agrees
-    if impl.supports is not None:
-        predicate = adapt(operator, impl.supports, is_predicate=True)
-        supports = lambda *args, **kwargs: refusal(predicate, args, kwargs)  # noqa: E731
+    predicates = [adapt(operator, ask, is_predicate=True) for ask in impl.predicates()]
+
+    def supports(*args: Any, **kwargs: Any) -> str | None:
+        return next(filter(None, (refusal(ask, args, kwargs) for ask in predicates)), None)
 
     def make(arguments: Mapping[str, Any], compiled: bool) -> Callable[..., Any]:
         if not compiled:
