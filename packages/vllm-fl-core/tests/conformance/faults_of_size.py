@@ -17,7 +17,7 @@ def first_of(result):
 # -- rows ------------------------------------------------------------------------------------
 
 
-@faults(ROWS, says="", found="large")
+@faults(ROWS, says="", found="*65537x*")
 def rows_beyond_16_bits_not_computed(right):
     def faulty(x, *more):
         result = right(x, *more)
@@ -27,7 +27,7 @@ def rows_beyond_16_bits_not_computed(right):
     return faulty
 
 
-@faults(("silu_and_mul", "gelu_and_mul"), says="", found="large")
+@faults(("silu_and_mul", "gelu_and_mul"), says="", found="*65537x*")
 def number_of_rows_in_16_bits(right):
     def faulty(x, *more):
         result = right(x, *more)
@@ -39,7 +39,7 @@ def number_of_rows_in_16_bits(right):
     return faulty
 
 
-@faults(("rms_norm",), says="", found="large")
+@faults(("rms_norm",), says="", found="*more heads*")
 def heads_times_tokens_in_16_bits(right):
     def faulty(x, residual, weight, epsilon):
         result = right(x, residual, weight, epsilon)
@@ -50,7 +50,7 @@ def heads_times_tokens_in_16_bits(right):
     return faulty
 
 
-@faults(("topk_softmax",), says="", found="large")
+@faults(("topk_softmax",), says="", found="*65537 of*")
 def rows_of_the_router_in_16_bits(right):
     def faulty(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize=False):
         right(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize)
@@ -60,7 +60,7 @@ def rows_of_the_router_in_16_bits(right):
     return faulty
 
 
-@faults(("grouped_topk",), says="", found="large")
+@faults(("grouped_topk",), says="", found="*65537x*")
 def rows_of_the_groups_in_16_bits(right):
     def faulty(*args):
         weights, ids = right(*args)
@@ -70,7 +70,7 @@ def rows_of_the_groups_in_16_bits(right):
     return faulty
 
 
-@faults(("moe_align_block_size",), says="", found="large")
+@faults(("moe_align_block_size",), says="", found="*65537x*")
 def pairs_in_16_bits(right):
     def faulty(topk_ids, block_size, num_experts, *more, **named):
         ids, owners, used = right(topk_ids, block_size, num_experts, *more, **named)
@@ -79,7 +79,7 @@ def pairs_in_16_bits(right):
     return faulty
 
 
-@faults(("moe_sum",), says="", found="large")
+@faults(("moe_sum",), says="", found="*65537x*")
 def sums_beyond_16_bits_not_computed(right):
     def faulty(inp, out):
         right(inp, out)
@@ -89,7 +89,7 @@ def sums_beyond_16_bits_not_computed(right):
     return faulty
 
 
-@faults(("fused_experts",), says="", found="large")
+@faults(("fused_experts",), says="", found="*65537 tokens*")
 def tokens_beyond_16_bits_not_computed(right):
     def faulty(hidden_states, *args, **kwargs):
         out = right(hidden_states, *args, **kwargs)
@@ -113,7 +113,7 @@ def rows_after_the_last_whole_block_not_written(right):
 # -- hidden sizes, heads, tables, experts -------------------------------------------------------
 
 
-@faults(("silu_and_mul",), says="", found="large")
+@faults(("silu_and_mul",), says="", found="*2x57344")
 def no_more_than_16384_columns(right):
     def faulty(x):
         result = right(x)
@@ -123,7 +123,9 @@ def no_more_than_16384_columns(right):
     return faulty
 
 
-@faults(("rms_norm", "dynamic_per_token_quant_int8", "dynamic_per_token_quant_fp8"), says="", found="large")
+@faults(
+    ("rms_norm", "dynamic_per_token_quant_int8", "dynamic_per_token_quant_fp8"), says="", found="*3x16384"
+)
 def no_more_than_8192_columns(right):
     def faulty(x, *more):
         result = right(x, *more)
@@ -134,7 +136,7 @@ def no_more_than_8192_columns(right):
     return faulty
 
 
-@faults(("moe_sum",), says="", found="large")
+@faults(("moe_sum",), says="", found="*3x8x16384")
 def sums_of_no_more_than_8192_columns(right):
     def faulty(inp, out):
         right(inp, out)
@@ -144,7 +146,7 @@ def sums_of_no_more_than_8192_columns(right):
     return faulty
 
 
-@faults(("moe_sum",), says="", found="large")
+@faults(("moe_sum",), says="", found="*33x16x64")
 def no_more_than_9_slots(right):
     def faulty(inp, out):
         return right(inp[:, :9], out)
@@ -152,7 +154,7 @@ def no_more_than_9_slots(right):
     return faulty
 
 
-@faults(("fused_experts",), says="", found="large")
+@faults(("fused_experts",), says="", found="*16384x64*")
 def experts_of_no_more_than_8192_columns(right):
     def faulty(hidden_states, *args, **kwargs):
         out = right(hidden_states, *args, **kwargs)
@@ -162,7 +164,7 @@ def experts_of_no_more_than_8192_columns(right):
     return faulty
 
 
-@faults(("fused_experts",), says="", found="large")
+@faults(("fused_experts",), says="", found="*of 256")
 def expert_numbers_in_7_bits(right):
     def faulty(hidden_states, w1, w2, topk_weights, topk_ids, **more):
         return right(hidden_states, w1, w2, topk_weights, topk_ids & 127, **more)
@@ -170,7 +172,7 @@ def expert_numbers_in_7_bits(right):
     return faulty
 
 
-@fault("rotary_embedding", found="large", writes=("query", "key"))
+@fault("rotary_embedding", found="*64 heads to 8", writes=("query", "key"))
 def no_more_than_32_heads(query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True):
     rest = query[:, 32:].clone()
     out = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved, inplace)
@@ -178,7 +180,7 @@ def no_more_than_32_heads(query, key, cos, sin, position_ids, rotary_interleaved
     return out
 
 
-@fault("rotary_embedding", found="large", writes=("query", "key"))
+@fault("rotary_embedding", found="*128 heads to 128", writes=("query", "key"))
 def no_more_than_64_key_heads(query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True):
     rest = None if key is None else key[:, 64:].clone()
     out = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved, inplace)
@@ -187,19 +189,19 @@ def no_more_than_64_key_heads(query, key, cos, sin, position_ids, rotary_interle
     return out
 
 
-@fault("rotary_embedding", found="large", writes=("query", "key"))
+@fault("rotary_embedding", found="*65537 places", writes=("query", "key"))
 def positions_in_15_bits(query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True):
     position_ids = None if position_ids is None else position_ids & 0x7FFF
     return right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved, inplace)
 
 
-@fault("rotary_embedding", found="large", writes=("query", "key"))
+@fault("rotary_embedding", found="*131074 places*", writes=("query", "key"))
 def positions_in_16_bits(query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True):
     position_ids = None if position_ids is None else position_ids & 0xFFFF
     return right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved, inplace)
 
 
-@fault("rotary_embedding", found="large", writes=("query", "key"))
+@fault("rotary_embedding", found="*65537 tokens", writes=("query", "key"))
 def tokens_in_16_bits(query, key, cos, sin, position_ids, rotary_interleaved=False, inplace=True):
     rest = query[65535:].clone()
     out = right.rotary_embedding(query, key, cos, sin, position_ids, rotary_interleaved, inplace)

@@ -22,7 +22,8 @@ class Fault:
         op: the operator.
         make: returns the function; a new one each time, so that one that keeps something starts afresh.
         says: what the note of the failure holds.
-        found: what finds it, and is run alone: ``small`` cases, ``large`` ones, or the ``compiled`` check.
+        found: what finds it, and is run alone: the ``compiled`` check, or a pattern of the names of cases;
+            ``*`` for the small ones.
         options: those of ``OpImpl``.
     """
 
@@ -37,7 +38,7 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def fault(op, *, says="", found="small", **options):
+def fault(op, *, says="", found="*", **options):
     """Take the decorated function as a faulty implementation; its name, with spaces, says of what."""
 
     def note(function):
@@ -48,7 +49,7 @@ def fault(op, *, says="", found="small", **options):
     return note
 
 
-def faults(ops, *, says, found="small", **options):
+def faults(ops, *, says, found="*", **options):
     """Take a fault of several operators: the decorated function makes a faulty one of a right one.
 
     Args:

@@ -52,7 +52,8 @@ def _ids_problem(
     chosen = ids.long()
     if chosen.numel() and (int(chosen.min()) < 0 or int(chosen.max()) >= experts):
         return "an expert that does not exist"
-    if any(len(set(row)) != len(row) for row in chosen[slice(None) if known is None else known].tolist()):
+    rows = chosen if known is None else chosen[known]
+    if bool((rows.sort(-1).values.diff(dim=-1) == 0).any()):
         return "an expert twice in a row"
     return ""
 
