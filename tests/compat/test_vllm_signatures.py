@@ -66,8 +66,8 @@ def test_the_installed_vllm_serves_the_subclasses_that_are_read(installed: dict[
     pytest.importorskip("vllm_fl")
     code = (
         "import json, vllm.config\n"
-        "from vllm_fl.integration import layers\n"
-        "found = [one for b in layers.BINDINGS if b.with_subclasses for one in layers._classes(b)[1:]]\n"
+        "from vllm_fl.integration import replace\n"
+        "found = [one for it in replace.LAYERS if it.with_subclasses for one in replace.classes_of(it)[1:]]\n"
         "print(json.dumps({cls.__name__: reason is None for cls, reason in found}))"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -123,15 +123,15 @@ def test_every_import_of_vllm_is_a_need() -> None:
 def test_every_layer_is_a_need() -> None:
     pytest.importorskip("vllm_fl")
     pytest.importorskip("torch")
-    from vllm_fl.integration.layers import BINDINGS
+    from vllm_fl.integration.replace import LAYERS
 
-    assert {binding.class_name: binding.module for binding in BINDINGS} == check.SERVED
+    assert {layer.class_name: layer.module for layer in LAYERS} == check.SERVED
     said = {text for need in check.NEEDS for text in need.says}
-    for binding in BINDINGS:
-        assert f"{binding.module}:{binding.class_name}" in PLACES
+    for layer in LAYERS:
+        assert f"{layer.module}:{layer.class_name}" in PLACES
         # A runner is no CustomOp, and has no switch.
-        is_switched = binding.vllm_name != binding.class_name
-        assert (f"@CustomOp.register('{binding.vllm_name}')" in said) is is_switched
+        is_switched = layer.vllm_name != layer.class_name
+        assert (f"@CustomOp.register('{layer.vllm_name}')" in said) is is_switched
 
 
 # -- the checker: what moves is named ------------------------------------------

@@ -66,4 +66,4 @@ def test_warnings_and_errors(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_other_lines(page: Path) -> None:
     lines = [row for row in rows(page, columns=2) if row.startswith("vllm-fl")]
-    compare(lines, messages("logger.info", "_say_once"))
+    compare(lines, messages("logger.info", "say_once"))

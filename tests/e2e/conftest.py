@@ -96,12 +96,12 @@ def served_vllm() -> Iterator[None]:
     from vllm_fl.dispatch import get_default_manager
     from vllm_fl.dispatch import reset_global_policy
     from vllm_fl.dispatch import set_global_policy
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import replace
 
     before = dict(op_registry_oot)
     get_default_manager().thaw()
     set_global_policy(SelectionPolicy.from_dict(prefer="reference"))
-    layers.replace_all()
+    replace.replace_classes()
     yield
     op_registry_oot.clear()
     op_registry_oot.update(before)
@@ -131,12 +131,13 @@ def compiled(served_vllm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cal
     from vllm_fl.dispatch import OpRegistry
     from vllm_fl.dispatch import SelectionPolicy
     from vllm_fl.dispatch import policy_context
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import choice
+    from vllm_fl.integration import trial
 
     registry = OpRegistry()
     manager = OpManager(registry)
-    monkeypatch.setattr(layers, "get_default_manager", lambda: manager)
-    monkeypatch.setattr(layers, "_tried", {})
+    monkeypatch.setattr(choice, "get_default_manager", lambda: manager)
+    monkeypatch.setattr(trial, "tried", {})
 
     def build(cls: type, *args: Any, impls: list[Any], order: list[str], mode: int = 3, **kwargs: Any) -> Any:
         from vllm_fl_reference.register_ops import register_builtins

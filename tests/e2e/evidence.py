@@ -69,3 +69,10 @@ class Evidence:
         return {
             (e["layer"], e["impl_id"], e["form"]): e["instances"] for e in trace.merge(self.folder)["layers"]
         }
+
+
+def is_served(layer: Any) -> bool:
+    """Whether one of vLLM's layers calls an operator."""
+    from vllm_fl.integration.layer import serving
+
+    return serving(layer) is not None

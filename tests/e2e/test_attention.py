@@ -55,7 +55,7 @@ def select(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
         asked = {"head_size": 32, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None}
         config = changes.pop("config", AttentionSelectorConfig)(**{**asked, **changes})
         with policy_context(SelectionPolicy.from_dict(per_op_order={"attention_backend": list(order)})):
-            return attention._chosen(config)
+            return attention.choose(config)
 
     yield select
     sys.modules.pop("attention_vendor", None)
@@ -69,10 +69,11 @@ def test_vllms_own_takes_over(
     path, reason = select(answer, "vendor", "native"), _REASONS[answer]
     if reason is None:
         assert path == f"attention_vendor.{answer}"
-        assert f"attention is served by vendor.attention ({path})" in caplog.text
+        assert f"Attention is served by vendor.attention (attention_backend, plain): {path}" in caplog.text
         return
     assert path is None
-    (line,) = [record.getMessage() for record in caplog.records if "no attention of" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records]
+    (line,) = [one for one in said if one.startswith("vllm-fl: no attention of")]
     assert "vendor.attention" in line
     assert reason in line
     assert line.endswith("vLLM chooses the attention")
@@ -131,8 +132,8 @@ def test_a_platform_that_is_asked_by_the_implementation(monkeypatch: pytest.Monk
         return Platform.get_attn_backend_cls(None, config)
 
     monkeypatch.setattr("vllm.platforms._current_platform", Platform())
-    monkeypatch.setattr(attention, "_chosen", chosen)
-    attention._install()
+    monkeypatch.setattr(attention, "choose", chosen)
+    attention.install()
     assert Platform.get_attn_backend_cls(None, SimpleNamespace()) == "vllm.Own"
     assert asked == ["once"]
     assert Platform.get_attn_backend_cls(None, SimpleNamespace()) == "vllm.Own"
@@ -149,7 +150,10 @@ def test_in_vllm(qwen3: Checkpoint, evidence: Evidence, answer: str) -> None:
     assert result.tokens == qwen3.golden
     reason = _REASONS[answer]
     if reason is None:
-        assert "attention is served by vendor.attention (attention_vendor.Fits)" in result.log
+        assert (
+            "Attention is served by vendor.attention (attention_backend, plain): attention_vendor.Fits"
+            in result.log
+        )
     else:
         assert "no attention of vendor.attention: it does not fit this vLLM" in result.log
         assert reason in result.log

@@ -119,12 +119,12 @@ def registry() -> Iterator[dict[str, type]]:
     from vllm.model_executor.custom_op import op_registry_oot
 
     from vllm_fl.integration import engine
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import replace
 
     before, faulty = dict(op_registry_oot), set(engine._faulty)
     own = [(owner, owner.__dict__["register_oot"]) for owner in (CustomOp, PluggableLayer)]
     op_registry_oot.clear()
-    layers.replace_all()
+    replace.replace_classes()
     yield op_registry_oot
     op_registry_oot.clear()
     op_registry_oot.update(before)
@@ -157,7 +157,7 @@ def test_every_way_to_register(registry: dict[str, type], how: Callable[..., Non
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     from vllm_fl.integration import engine
-    from vllm_fl.integration.bindings import Served
+    from vllm_fl.integration.layer import Served
 
     ours = registry["RMSNorm"]
     theirs = type(name, (RMSNorm,), {})

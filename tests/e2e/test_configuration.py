@@ -57,12 +57,12 @@ def test_order_that_cannot_run(qwen3: Checkpoint) -> None:
 
 def test_fault_of_ours(qwen3: Checkpoint, evidence: Evidence) -> None:
     setup = """
-from vllm_fl.integration import layers
+from vllm_fl.integration import choice
 
 def broken(*_):
     raise ZeroDivisionError("a fault of ours")
 
-layers._why_native = broken
+choice._why_left_to_the_compiler = broken
 """
     result = run_vllm(qwen3, env=evidence.env(VLLM_FL_PREFER="reference"), setup=setup).checked()
     assert result.tokens == qwen3.golden

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 
 # The first engine has the policy of the environment; it is alive when the second one is built.
 _SECOND = """
+from vllm_fl.integration.layer import serving
+
 def served(llm):
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     return {
-        type(one).__name__.removeprefix("Served"): hasattr(one, "_vllm_fl_operator")
+        type(one).__name__.removeprefix("Served"): serving(one) is not None
         for one in runner.model.modules()
         if type(one).__name__.startswith("Served")
     }

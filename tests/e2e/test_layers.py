@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 import pytest
+from evidence import is_served
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +51,7 @@ def _both(cls: type, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     assert type(ours) is served
     assert isinstance(ours, cls)
     assert type(ours).name == cls.name
-    assert ours._forward_method == ours.forward_vllm_fl
+    assert is_served(ours)
     return ours, theirs
 
 
@@ -86,7 +87,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 def test_classes_that_are_replaced(served_vllm: None) -> None:
     from vllm.model_executor.custom_op import op_registry_oot
 
-    from vllm_fl.integration.layers import Served
+    from vllm_fl.integration.layer import Served
 
     served = {name for name, cls in op_registry_oot.items() if issubclass(cls, Served)}
     others = {"UnquantizedFusedMoEMethod", "MoERunner", "QuantFP8"}
@@ -95,10 +96,10 @@ def test_classes_that_are_replaced(served_vllm: None) -> None:
 
 def test_classes_that_are_not(served_vllm: None) -> None:
     """The rule is computed: a subclass that has a forward of its own computes something else."""
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import replace
 
-    rotary = next(binding for binding in layers.BINDINGS if binding.with_subclasses)
-    reasons = {cls.__name__: reason for cls, reason in layers._classes(rotary)}
+    rotary = next(layer for layer in replace.LAYERS if layer.with_subclasses)
+    reasons = {cls.__name__: reason for cls, reason in replace.classes_of(rotary)}
     assert {name for name, reason in reasons.items() if reason is None} == set(_ROTARY)
     assert reasons["FourierRotaryEmbedding"] == "FourierRotaryEmbedding has its own forward_native"
 
@@ -107,12 +108,12 @@ def test_classes_of_models(served_vllm: None) -> None:
     """A model's own kind of a layer that is served stays vLLM's, and that is said."""
     import vllm.model_executor.models.transformers.moe  # noqa: F401 - as vLLM does for such a model
 
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import replace
 
-    (runner,) = [binding for binding in layers.BINDINGS if binding.class_name == "MoERunner"]
-    reasons = {cls.__name__: reason for cls, reason in layers._classes(runner)}
+    (runner,) = [layer for layer in replace.LAYERS if layer.class_name == "MoERunner"]
+    reasons = {cls.__name__: reason for cls, reason in replace.classes_of(runner)}
     assert reasons["MoERunner"] is None
-    assert reasons["TransformersMoERunner"] == "of its kind MoERunner alone is served"
+    assert reasons["TransformersMoERunner"] == "only MoERunner itself is served, not this subclass"
 
 
 # -- each equals what it replaces ------------------------------------------------------
@@ -215,9 +216,9 @@ def test_rotary(in_vllm: None, name: str, is_neox: bool, rotary_dim: int, has_ke
 def _rotary_class(name: str) -> type:
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    from vllm_fl.integration.layers import _descendants
+    from vllm_fl.integration.replace import descendants
 
-    classes = [RotaryEmbedding, *_descendants(RotaryEmbedding)]
+    classes = [RotaryEmbedding, *descendants(RotaryEmbedding)]
     return next(cls for cls in classes if cls.__name__ == name)
 
 
@@ -227,12 +228,12 @@ def _rotary_class(name: str) -> type:
 def test_norm_over_a_part_stays_native(in_vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import seam
 
     said: list[str] = []
-    monkeypatch.setattr(layers, "_say_once", said.append)
+    monkeypatch.setattr(seam, "say_once", said.append)
     layer = RMSNorm(32, var_hidden_size=16)
-    assert layer._forward_method != layer.forward_vllm_fl
+    assert not is_served(layer)
     import torch
 
     x = _random(5, 32, dtype=torch.float32)
@@ -249,16 +250,16 @@ def test_batch_invariant_keeps_every_layer_native(in_vllm: None, monkeypatch: py
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import seam
 
     said: list[str] = []
-    monkeypatch.setattr(layers, "_say_once", said.append)
+    monkeypatch.setattr(seam, "say_once", said.append)
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
     rotary = {"head_size": 32, "rotary_dim": 32, "max_position_embeddings": 8, "base": 1e4}
     built = [SiluAndMul(), GeluAndMul(), RMSNorm(32), GemmaRMSNorm(32)]
     built.append(RotaryEmbedding(**rotary, is_neox_style=True, dtype=GemmaRMSNorm(8).weight.dtype))
     for layer in built:
-        assert layer._forward_method != layer.forward_vllm_fl
+        assert not is_served(layer)
         name = type(layer).__name__.removeprefix("Served")
         assert f"vllm-fl: {name} stays vLLM's own: VLLM_BATCH_INVARIANT is set" in said
 
@@ -268,13 +269,13 @@ def test_fault_of_ours_leaves_the_layer_alone(
 ) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
+    from vllm_fl.integration import choice
     from vllm_fl.integration import engine
-    from vllm_fl.integration import layers
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(layers, "_operator", broken)
+    monkeypatch.setattr(choice, "_Choosing", broken)
     monkeypatch.setattr(engine, "_faulty", set())
     for _ in range(2):
         layer = RMSNorm(32)
@@ -293,7 +294,7 @@ def vendors_norm(served_vllm: None) -> Iterator[type]:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import replace
 
     before = dict(op_registry_oot)
     op_registry_oot.clear()
@@ -303,7 +304,7 @@ def vendors_norm(served_vllm: None) -> Iterator[type]:
             return self.forward_native(x, residual) if residual is not None else self.forward_native(x) * 2
 
     CustomOp.register_oot(_decorated_op_cls=VendorRMSNorm, name="RMSNorm")
-    layers.replace_all()
+    replace.replace_classes()
     yield VendorRMSNorm
     op_registry_oot.clear()
     op_registry_oot.update(before)
@@ -320,7 +321,7 @@ def test_ours_is_built_on_the_vendors(in_vllm: None, vendors_norm: type) -> None
     ours = RMSNorm(32)
     assert isinstance(ours, vendors_norm)
     assert type(ours).name == "rms_norm"
-    assert ours._forward_method == ours.forward_vllm_fl
+    assert is_served(ours)
     with policy_context(SelectionPolicy.from_dict(prefer="native")):
         native = RMSNorm(32)
     # `native` is what would run without us: the vendor's.
@@ -406,13 +407,13 @@ def test_fault_of_ours_at_the_first_layer(
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     from vllm_fl.integration import engine
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import replace
 
     def broken(binding: Any) -> Any:
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr(engine, "_faulty", set())
-    monkeypatch.setattr(layers, "_classes", broken)
+    monkeypatch.setattr(replace, "classes_of", broken)
     register()
     before = dict(op_registry_oot)
     op_registry_oot.clear()
@@ -420,7 +421,7 @@ def test_fault_of_ours_at_the_first_layer(
         assert type(RMSNorm(8)) is type(RMSNorm(8)) is RMSNorm
     finally:
         op_registry_oot.update(before)
-    assert caplog.messages == ["vllm-fl is off, vLLM runs natively: ZeroDivisionError: ours"]
+    assert caplog.messages == ["vllm-fl: every layer runs vLLM's own path: ZeroDivisionError: ours"]
 
 
 @pytest.mark.parametrize("variable", ["VLLM_FL_PREFER_ENABLED", "VLLM_FL_OOT_ENABLED"])
@@ -458,14 +459,14 @@ def test_lists_of_layers(
 ) -> None:
     from vllm.model_executor.custom_op import op_registry_oot
 
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import replace
 
     every = set(op_registry_oot)
     before = dict(op_registry_oot)
     op_registry_oot.clear()
     monkeypatch.setenv(variable, names)
     try:
-        layers.replace_all()
+        replace.replace_classes()
         replaced = set(op_registry_oot)
     finally:
         op_registry_oot.clear()
@@ -495,16 +496,17 @@ def test_the_reference_is_a_warning_only_where_something_is_faster(
     from vllm_fl.dispatch import _runtime
     from vllm_fl.dispatch import get_default_manager
     from vllm_fl.dispatch import policy_context
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import choice
+    from vllm_fl.integration import seam
 
     monkeypatch.setattr(_runtime, "has_accelerator", lambda: accelerator)
-    monkeypatch.setattr(layers, "_said", set())
-    monkeypatch.setattr(layers.logger, "propagate", True)
+    monkeypatch.setattr(seam, "said", set())
+    monkeypatch.setattr(choice.logger, "propagate", True)
     get_default_manager().ensure_initialized()
     with policy_context(SelectionPolicy.from_dict(**policy)):
         for _ in range(2):
-            layers._warn_of_the_reference("RMSNorm", "rms_norm", "reference.torch")
-        layers._warn_of_the_reference("RMSNorm", "rms_norm", "vendor.cuda")
+            choice.warn_of_the_reference("RMSNorm", "rms_norm", "reference.torch")
+        choice.warn_of_the_reference("RMSNorm", "rms_norm", "vendor.cuda")
     found = [record for record in caplog.records if "in plain PyTorch" in record.getMessage()]
     assert len(found) == warns
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from engine import more_engines
 from engine import run_vllm
+from evidence import is_served
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,12 +208,12 @@ def served_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from vllm_fl.dispatch import get_default_manager
     from vllm_fl.dispatch import reset_global_policy
     from vllm_fl.dispatch import set_global_policy
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import replace
 
     before = dict(op_registry_oot)
     get_default_manager().thaw()
     set_global_policy(SelectionPolicy.from_dict(prefer="reference"))
-    layers.replace_all()
+    replace.replace_classes()
     with set_current_vllm_config(VllmConfig()):
         store = f"file://{tmp_path_factory.mktemp('group') / 'store'}"
         distributed.init_distributed_environment(1, 0, store, 0, "gloo")
@@ -234,15 +235,15 @@ def factory(served_vllm: None) -> Factory:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import seam
 
     lines: list[str] = []
-    monkeypatch.setattr(layers, "_say_once", lines.append)
+    monkeypatch.setattr(seam, "say_once", lines.append)
     return lines
 
 
 def _is_served(runner: Any) -> bool:
-    return runner.routed_experts.quant_method._vllm_fl_operator is not None
+    return is_served(runner.routed_experts.quant_method)
 
 
 def _bias() -> Any:
@@ -274,9 +275,9 @@ def test_equals_vllms_own(factory: Factory, name: str) -> None:
     import torch
 
     ours, theirs = factory.build(**_SERVED[name]()), factory.build(native=True, **_SERVED[name]())
-    for runner, is_served in ((ours, True), (theirs, False)):
-        assert _is_served(runner) is is_served
-        assert hasattr(runner.router, "_vllm_fl_operator") is is_served
+    for runner, wanted in ((ours, True), (theirs, False)):
+        assert _is_served(runner) is wanted
+        assert is_served(runner.router) is wanted
         assert runner.routed_experts.quant_method.moe_kernel is None
     torch.testing.assert_close(factory.run(ours), factory.run(theirs), rtol=1e-5, atol=1e-5)
     assert ours.routed_experts.quant_method.moe_kernel is None
@@ -310,7 +311,7 @@ def test_router_that_refuses(factory: Factory, monkeypatch: pytest.MonkeyPatch, 
     from vllm_fl.dispatch import OpRegistry
     from vllm_fl.dispatch import SelectionPolicy
     from vllm_fl.dispatch import policy_context
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import choice
 
     asked: list[str] = []
 
@@ -325,12 +326,12 @@ def test_router_that_refuses(factory: Factory, monkeypatch: pytest.MonkeyPatch, 
     registry = OpRegistry()
     registry.register_many([refuses("topk_softmax"), refuses("grouped_topk")])
     manager = OpManager(registry)
-    monkeypatch.setattr(layers, "get_default_manager", lambda: manager)
+    monkeypatch.setattr(choice, "get_default_manager", lambda: manager)
     theirs = factory.run(factory.build(native=True, **_SERVED[name]()))
     policy = SelectionPolicy.from_dict(prefer="vendor", per_op_order={"fused_experts": ["native"]})
     with policy_context(policy):
         ours = factory.build(**_SERVED[name]())
-    assert ours.router._vllm_fl_operator is not None
+    assert is_served(ours.router)
     torch.testing.assert_close(factory.run(ours), theirs, rtol=1e-5, atol=1e-5)
     assert asked
 
@@ -343,7 +344,7 @@ def test_routers_of_other_platforms(factory: Factory) -> None:
 
     plain = FusedTopKRouter(top_k=2, global_num_experts=8)
     ours = factory.run(factory.build(router=plain))
-    assert plain._vllm_fl_operator is not None
+    assert is_served(plain)
     torch.testing.assert_close(ours, factory.run(factory.build(native=True)), rtol=1e-5, atol=1e-5)
     arguments = _SERVED["groups, sigmoid"]()
     grouped = GroupedTopKRouter(
@@ -352,7 +353,7 @@ def test_routers_of_other_platforms(factory: Factory) -> None:
         **{name: value for name, value in arguments.items() if name != "use_grouped_topk"},
     )
     ours = factory.run(factory.build(router=grouped))
-    assert grouped._vllm_fl_operator is not None
+    assert is_served(grouped)
     theirs = factory.run(factory.build(native=True, **arguments))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -374,7 +375,7 @@ def test_experts_that_stay_native(factory: Factory, said: list[str], reason: str
     assert not _is_served(runner)
     assert f"vllm-fl: {EXPERTS} stays vLLM's own: {reason}" in said
     # The router is chosen apart.
-    assert runner.router._vllm_fl_operator is not None
+    assert is_served(runner.router)
 
 
 def _as_expert_parallel(patch: pytest.MonkeyPatch, factory: Factory) -> dict[str, Any]:
@@ -453,7 +454,7 @@ _REFUSED_ROUTERS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("reason", _REFUSED_ROUTERS)
 def test_router_that_stays_native(factory: Factory, said: list[str], reason: str) -> None:
     runner = factory.build(**_REFUSED_ROUTERS[reason]())
-    assert not hasattr(runner.router, "_vllm_fl_operator")
+    assert not is_served(runner.router)
     assert f"vllm-fl: CPURouter stays vLLM's own: {reason}" in said
 
 
@@ -475,7 +476,7 @@ def test_routers_of_other_platforms_that_stay_native(factory: Factory, said: lis
     }
     for line, router in routers.items():
         factory.build(router=router)
-        assert not hasattr(router, "_vllm_fl_operator")
+        assert not is_served(router)
         assert f"vllm-fl: {line}" in said
 
 
@@ -491,7 +492,7 @@ def test_router_of_a_kernel_that_chooses_itself(
     assert "vllm-fl: CPURouter stays vLLM's own: the experts' kernel chooses itself" in said
     runner = factory.build()
     assert not runner.is_monolithic
-    assert runner.router._vllm_fl_operator is not None
+    assert is_served(runner.router)
 
 
 def test_batch_invariant(factory: Factory, said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,7 +506,7 @@ def test_batch_invariant(factory: Factory, said: list[str], monkeypatch: pytest.
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
     runner = factory.build()
     assert not _is_served(runner)
-    assert not hasattr(runner.router, "_vllm_fl_operator")
+    assert not is_served(runner.router)
     for name in (EXPERTS, "CPURouter"):
         assert f"vllm-fl: {name} stays vLLM's own: VLLM_BATCH_INVARIANT is set" in said
 
@@ -515,7 +516,7 @@ def test_a_vendors_experts_are_left_alone(served_vllm: None, monkeypatch: pytest
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import replace
 
     class VendorsExperts(UnquantizedFusedMoEMethod):
         pass
@@ -524,7 +525,7 @@ def test_a_vendors_experts_are_left_alone(served_vllm: None, monkeypatch: pytest
     try:
         op_registry_oot.clear()
         op_registry_oot[EXPERTS] = VendorsExperts
-        layers.replace_all()
+        replace.replace_classes()
         assert op_registry_oot[EXPERTS] is VendorsExperts
         assert op_registry_oot["MoERunner"].__name__ == "ServedMoERunner"
     finally:
@@ -552,15 +553,16 @@ def test_experts_whose_first_call_does_not_succeed(
     from vllm_fl.dispatch import OpRegistry
     from vllm_fl.dispatch import SelectionPolicy
     from vllm_fl.dispatch import policy_context
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import choice
+    from vllm_fl.integration import trial
 
     registry = OpRegistry()
     registry.register_many(
         [OpImpl("fused_experts", "vendor.unit", BackendImplKind.VENDOR, fn, vendor="unit")]
     )
     manager = OpManager(registry)
-    monkeypatch.setattr(layers, "get_default_manager", lambda: manager)
-    monkeypatch.setattr(layers, "_tried", {})
+    monkeypatch.setattr(choice, "get_default_manager", lambda: manager)
+    monkeypatch.setattr(trial, "tried", {})
     factory.config = VllmConfig(compilation_config=CompilationConfig(mode=mode, custom_ops=["all"]))
     policy = SelectionPolicy.from_dict(per_op_order={"fused_experts": order, "topk_softmax": ["native"]})
     with policy_context(policy):

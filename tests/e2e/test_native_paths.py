@@ -13,8 +13,8 @@ import pytest
 
 from vllm_fl.dispatch.declaration import declaration_of
 from vllm_fl.dispatch.ops import Operators
-from vllm_fl.integration import layers
 from vllm_fl.integration import moe
+from vllm_fl.integration import replace
 from vllm_fl_reference.impl import activation
 from vllm_fl_reference.impl import moe as reference_moe
 from vllm_fl_reference.impl import normalization
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     import torch
+
+    from vllm_fl.integration.layer import Layer
 
 _REFERENCE: dict[str, Callable[..., Any]] = {
     "silu_and_mul": activation.silu_and_mul,
@@ -54,8 +56,8 @@ def own_vllm(request: pytest.FixtureRequest) -> Iterator[None]:
     op_registry_oot.update(before)
 
 
-def _binding(class_name: str) -> Any:
-    return next(binding for binding in layers.BINDINGS if binding.class_name == class_name)
+def _layer(class_name: str) -> type[Layer]:
+    return next(layer for layer in replace.LAYERS if layer.class_name == class_name)
 
 
 def _random(*shape: int, seed: int = 7) -> torch.Tensor:
@@ -77,11 +79,11 @@ def _copied(values: dict[str, Any]) -> dict[str, Any]:
     return {name: copy(value) for name, value in values.items()}
 
 
-def _check(binding: Any, own: Callable[..., Any], values: dict[str, Any], *, tolerance: float = 1e-5) -> None:
+def _check(layer: Layer, values: dict[str, Any], *, tolerance: float = 1e-5) -> None:
     """Compare `native` with the reference on one set of arguments, given by place and by name."""
     import torch
 
-    native, op_name = binding.native(own), binding.op_name
+    native, op_name = layer.own_path(), layer.op_name
     operator = declaration_of(getattr(Operators, op_name))
     assert operator is not None
     assert list(values) == list(operator.signature.parameters)[: len(values)]
@@ -127,7 +129,7 @@ def test_silu_and_mul(own_vllm: None, layout: str) -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
 
     layer = SiluAndMul(compile_native=False)
-    _check(_binding("SiluAndMul"), layer._forward_method, {"x": _activation_layouts()[layout]})
+    _check(_layer("SiluAndMul")(layer), {"x": _activation_layouts()[layout]})
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
@@ -136,9 +138,9 @@ def test_gelu_and_mul(own_vllm: None, layout: str, approximate: str) -> None:
     from vllm.model_executor.layers.activation import GeluAndMul
 
     values: dict[str, Any] = {"x": _activation_layouts()[layout], "approximate": approximate}
-    _check(_binding("GeluAndMul"), GeluAndMul(approximate)._forward_method, values)
+    _check(_layer("GeluAndMul")(GeluAndMul(approximate)), values)
     if approximate == "none":
-        _check(_binding("GeluAndMul"), GeluAndMul()._forward_method, {"x": values["x"]})
+        _check(_layer("GeluAndMul")(GeluAndMul()), {"x": values["x"]})
 
 
 @pytest.mark.parametrize("class_name", ["RMSNorm", "GemmaRMSNorm"])
@@ -168,7 +170,7 @@ def test_rms_norm(own_vllm: None, layout: str, residual: str, has_weight: bool, 
     if class_name == "GemmaRMSNorm":
         weight = weight + 1.0
     values = {"x": x, "residual": its, "weight": weight, "epsilon": 1e-5}
-    _check(_binding(class_name), layer._forward_method, values)
+    _check(_layer(class_name)(layer), values)
 
 
 def _heads(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,7 +220,7 @@ def test_rotary_embedding(
         "inplace": inplace,
         "cos_sin_cache": layer.cos_sin_cache,
     }
-    _check(_binding("RotaryEmbedding"), layer._forward_method, values)
+    _check(_layer("RotaryEmbedding")(layer), values)
 
 
 @pytest.mark.parametrize("logits", ["plain", "rows of something wider"])
@@ -236,7 +238,7 @@ def test_topk_softmax(own_vllm: None, dtype: str, renormalize: bool, logits: str
         "gating_output": _random(5, 8) if logits == "plain" else _random(5, 12)[:, :8],
         "renormalize": renormalize,
     }
-    _check(moe.ROUTER, router._compute_routing, values)
+    _check(moe.Router(router), values)
 
 
 @pytest.mark.parametrize("scoring", ["sigmoid", "softmax"])
@@ -255,8 +257,8 @@ def test_grouped_topk(own_vllm: None, scoring: str) -> None:
         routed_scaling_factor=2.5,
     )
     names = declaration_of(Operators.grouped_topk).signature.parameters
-    values = dict(zip(names, moe._grouped_arguments(router, _random(5, 8)), strict=True))
-    _check(moe._GROUPED, router._compute_routing, values)
+    values = dict(zip(names, moe.GroupedRouter(router).arguments(_random(5, 8)), strict=True))
+    _check(moe.GroupedRouter(router), values)
 
 
 def test_quantisation_to_fp8(own_vllm: None) -> None:
@@ -266,10 +268,12 @@ def test_quantisation_to_fp8(own_vllm: None) -> None:
     layer = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN, compile_native=False)
     # vLLM's CPU build has no kernel for it. One step of float8 may differ: it multiplies by the reciprocal.
     values = {"x": _random(5, 64)}
-    _check(_binding("QuantFP8"), layer.forward_native, values, tolerance=0.13)
+    its = _layer("QuantFP8")(layer)
+    its.own = layer.forward_native
+    _check(its, values, tolerance=0.13)
 
 
-def test_every_binding_is_tried() -> None:
+def test_every_layer_is_tried() -> None:
     """The experts' own path takes prepared weights, and is no candidate behind another one."""
-    tried = {binding.op_name for binding in (*layers.BINDINGS, moe._GROUPED)} - {"fused_experts"}
+    tried = {layer.op_name for layer in (*replace.LAYERS, moe.GroupedRouter)} - {"fused_experts"}
     assert tried == set(_REFERENCE)

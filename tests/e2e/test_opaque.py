@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 import pytest
+from evidence import is_served
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,14 +44,14 @@ def _check(ours: Any, theirs: Any, *, exact: bool = True) -> None:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
     """Return a function that returns what the log says, with nothing said before."""
-    from vllm_fl.integration import layers
     from vllm_fl.integration import results
+    from vllm_fl.integration import seam
 
-    monkeypatch.setattr(layers, "_said", set())
+    monkeypatch.setattr(seam, "said", set())
     monkeypatch.setattr(results, "_warned", set())
-    for name in ("vllm", layers.logger.name):
+    for name in ("vllm", seam.logger.name):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-    caplog.set_level(logging.INFO, layers.logger.name)
+    caplog.set_level(logging.INFO, seam.logger.name)
     return lambda: caplog.text
 
 
@@ -148,7 +149,7 @@ def test_opaque_gives_way_to_the_layers_own_path(
     from vllm.model_executor.layers.activation import SiluAndMul
 
     layer = compiled(SiluAndMul, impls=[_impl(impl, "silu_and_mul", "bad")], order=["vendor", "native"])
-    assert layer._forward_method != layer.forward_vllm_fl
+    assert not is_served(layer)
     x = _random(5, 32, dtype=torch.float32)
     _check(layer(x), SiluAndMul.forward_native(x), exact=False)
 
@@ -384,7 +385,7 @@ def test_every_layer_has_its_own_path(compiled: Callable[..., Any], how: str) ->
         layers = [compiled(cls, 32, impls=[one], order=["vendor", "native"]) for _ in range(2)]
         for i, layer in enumerate(layers):
             layer.weight.data.copy_(_random(32) * (i + 1))
-            assert layer._forward_method == layer.forward_vllm_fl
+            assert is_served(layer)
         rows.clear()
         torch._dynamo.reset()
 
@@ -519,7 +520,7 @@ def test_a_choice_that_refused_its_trial_is_named(
 ) -> None:
     from vllm.model_executor.layers.activation import SiluAndMul
 
-    from vllm_fl.integration import layers
+    from vllm_fl.integration import choice
 
     def many_rows(x: Any) -> Any:
         return x.shape[0] > 1 or "at least two rows"
@@ -532,11 +533,11 @@ def test_a_choice_that_refused_its_trial_is_named(
     one = _impl(impl, "silu_and_mul", "many", writes=(), supports=many_rows if how == "predicate" else None)
     for order, other in ((["vendor", "reference"], "reference.torch"), (["vendor", "native"], "native")):
         layer = compiled(SiluAndMul, impls=[one], order=order, mode=mode)
-        assert layer._forward_method == layer.forward_vllm_fl
+        assert is_served(layer)
         line = f"vendor.unit.many refused the trial of one row (at least two rows), which {other} ran"
         assert line in said()
         # And so does the decision, which is what `explain` shows.
-        found = layers.get_default_manager().explain("silu_and_mul").candidates
+        found = choice.get_default_manager().explain("silu_and_mul").candidates
         (first,) = [one for one in found if one.impl_id == "vendor.unit.many"]
         assert "refused the trial of SiluAndMul with one row (at least two rows)" in first.reason
 
@@ -553,5 +554,5 @@ def test_what_takes_no_rows_leaves_a_compilers_layer_to_vllm(
     supports = (lambda x: "no float32") if how == "predicate" else None
     one = _impl(impl, "silu_and_mul", "half", supports=supports)
     layer = compiled(SiluAndMul, impls=[one], order=["vendor", "native"])
-    assert layer._forward_method != layer.forward_vllm_fl
+    assert not is_served(layer)
     assert "SiluAndMul stays vLLM's own: vendor.unit.half does not take its inputs: no float32" in said()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from engine import more_engines
 from engine import run_vllm
+from evidence import is_served
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,8 +111,9 @@ def in_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     from vllm_fl.dispatch import get_default_manager
     from vllm_fl.dispatch import reset_global_policy
     from vllm_fl.dispatch import set_global_policy
-    from vllm_fl.integration import layers
     from vllm_fl.integration import quantization
+    from vllm_fl.integration import replace
+    from vllm_fl.integration import seam
 
     before = dict(op_registry_oot)
     # What is wrapped is put back; another file's tests may have left it wrapped.
@@ -119,13 +121,13 @@ def in_vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(_custom_ops, name, inspect.unwrap(getattr(_custom_ops, name)))
     built = inspect.unwrap(Int8ScaledMMLinearKernel.__init__)
     monkeypatch.setattr(Int8ScaledMMLinearKernel, "__init__", built)
-    monkeypatch.setattr(quantization, "_chosen", {})
+    monkeypatch.setattr(quantization, "chosen", {})
     said: list[str] = []
-    monkeypatch.setattr(layers, "_say_once", said.append)
+    monkeypatch.setattr(seam, "say_once", said.append)
     get_default_manager().thaw()
     set_global_policy(SelectionPolicy.from_dict(prefer="reference"))
-    layers.replace_all()
-    quantization.install(layers.decide)
+    replace.replace_classes()
+    quantization.install()
     config = VllmConfig(compilation_config=CompilationConfig(mode=0, custom_ops=["all"]))
     with set_current_vllm_config(config):
         yield said
@@ -147,7 +149,7 @@ def test_fp8(in_vllm: list[str], dtype: str) -> None:
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     layer = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
-    assert layer._forward_method == layer.forward_vllm_fl
+    assert is_served(layer)
     assert in_vllm == ["vllm-fl: QuantFP8 is served by reference.torch (dynamic_per_token_quant_fp8, guard)"]
     x = _random(5, 64).to(getattr(torch, dtype))
     x[0] = 0
@@ -169,9 +171,9 @@ def test_fp8_with_an_upper_bound_is_vllms_own(in_vllm: list[str]) -> None:
     from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
     layer = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
-    assert layer._forward_method == layer.forward_vllm_fl
+    assert is_served(layer)
     x, bound = _random(5, 64), torch.tensor([0.5])
-    layer._vllm_fl_own = layer.forward_native  # vLLM's CPU build has no kernel for it
+    layer.vllm_fl.uncompiled = layer.forward_native  # vLLM's CPU build has no kernel for it
     quantized, scales = layer(x, scale_ub=bound)
     wanted, wanted_scales = layer.forward_native(x, scale_ub=bound)
     assert scales.max() < layer(x)[1].max()
@@ -209,7 +211,7 @@ def test_fp8_that_stays_native(in_vllm: list[str], number: int) -> None:
 
     reason, arguments = list(_fp8_refusals().items())[number]
     layer = QuantFP8(**arguments)
-    assert layer._forward_method != layer.forward_vllm_fl
+    assert not is_served(layer)
     assert in_vllm == [f"vllm-fl: QuantFP8 stays vLLM's own: {reason}"]
 
 
@@ -221,7 +223,7 @@ def test_fp8_of_another_kind_stays_native(in_vllm: list[str], monkeypatch: pytes
 
     monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_: torch.float8_e4m3fnuz)
     layer = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
-    assert layer._forward_method != layer.forward_vllm_fl
+    assert not is_served(layer)
     assert "this device takes torch.float8_e4m3fnuz" in in_vllm[0]
 
 
@@ -322,13 +324,13 @@ def test_int8_that_stays_native(
         asked.calls += 1
         return get_default_manager().call(OP, x)
 
-    quantization._chosen["onednn_scaled_int8_quant"] = counted
+    quantization.chosen["onednn_scaled_int8_quant"] = counted
     result = kernel.apply_weights(layer, _random(5, 64))
     assert torch.isfinite(result).all()
     assert asked.calls == 0
     kernel, layer = _int8_linear()
     kernel.apply_weights(layer, _random(5, 64))
-    assert quantization._chosen["onednn_scaled_int8_quant"] is kernel._vllm_fl_operator
+    assert quantization.chosen["onednn_scaled_int8_quant"] is kernel._vllm_fl_quantize
 
 
 @pytest.mark.parametrize("order", [("reference", "native"), ("native", "reference")])
@@ -345,10 +347,9 @@ def test_int8_of_two_engines_alive(in_vllm: list[str], without_amx: None, order:
     for prefer in (*order, *reversed(order)):
         kernel, layer = built[prefer]
         kernel.apply_weights(layer, _random(5, 64))
-        chosen = quantization._chosen["onednn_scaled_int8_quant"]
-        served = getattr(kernel, "_vllm_fl_operator", None)
-        assert (served is not None) is (prefer == "reference")
-        assert chosen is (served or kernel._vllm_fl_quantize)
+        chosen = quantization.chosen["onednn_scaled_int8_quant"]
+        assert is_served(kernel) is (prefer == "reference")
+        assert chosen is kernel._vllm_fl_quantize
 
 
 def test_the_layer_that_marlins_engines_share(in_vllm: list[str]) -> None:
@@ -361,8 +362,8 @@ def test_the_layer_that_marlins_engines_share(in_vllm: list[str]) -> None:
     marlin_utils._quant_fp8_method = None
     try:
         layer = marlin_utils.get__quant_fp8_method()
-        assert layer._forward_method == layer.forward_vllm_fl
-        layer._vllm_fl_own = layer.forward_native  # vLLM's CPU build has no kernel for it
+        assert is_served(layer)
+        layer.vllm_fl.uncompiled = layer.forward_native  # vLLM's CPU build has no kernel for it
         engine.forget_shared_layers()
         assert marlin_utils.get__quant_fp8_method() is layer
         assert layer._forward_method == layer.forward_native
@@ -393,7 +394,7 @@ def test_int8_of_another_kernel_stays_native(in_vllm: list[str], without_amx: No
         is_static_input_scheme=False, is_channelwise=True, input_symmetric=True
     )
     kernel = Another(config, _NAMES)
-    reason = quantization._why_not_int8(quantization._Linear(kernel, None))
+    reason = quantization.Int8Linear(kernel, None).refuses()
     assert reason == "it quantises in a way of its own"
 
 
@@ -405,7 +406,7 @@ def test_function_for_gpus(in_vllm: list[str]) -> None:
     from vllm_fl.integration import quantization
     from vllm_fl_reference.impl.quantization import dynamic_per_token_quant_int8
 
-    quantization._chosen["scaled_int8_quant"] = dynamic_per_token_quant_int8
+    quantization.chosen["scaled_int8_quant"] = dynamic_per_token_quant_int8
     x = _random(2, 3, 64)
     quantized, scales, zero_points = _custom_ops.scaled_int8_quant(x)
     assert quantized.shape == x.shape

@@ -1,7 +1,7 @@
 """vLLM's own path of an operator without an engine: a layer built alone, for measuring it.
 
-The layer is vLLM's, with its custom operators on; the native adapter of the layer's
-binding takes the operator's arguments, as for a candidate inside vLLM.
+The layer is vLLM's, with its custom operators on; its own path takes the
+operator's arguments, as for a candidate inside vLLM.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Iterator
     from collections.abc import Mapping
+
+    from vllm_fl.integration.layer import Layer
 
 
 class UnreachableError(RuntimeError):
@@ -92,39 +94,43 @@ def _forward(layer: Any, compiled: bool) -> Callable[..., Any]:
     return forward
 
 
-def _adapted(class_name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    from vllm_fl.integration.bindings import BINDINGS
-
-    binding = next(one for one in BINDINGS if one.class_name == class_name)
-    native: Callable[..., Any] = binding.native(forward)
-    return native
+def _adapted(kind: type[Layer], layer: Any, compiled: bool) -> Callable[..., Any]:
+    its = kind(layer)
+    its.own = _forward(layer, compiled)
+    return its.own_path()
 
 
 def _activation(name: str, arguments: Mapping[str, Any], compiled: bool) -> Callable[..., Any]:
     from vllm.model_executor.layers import activation
 
+    from vllm_fl.integration import activation as ours
+
     keywords = {"approximate": arguments["approximate"]} if "approximate" in arguments else {}
-    return _adapted(name, _forward(getattr(activation, name)(**keywords), compiled))
+    return _adapted(getattr(ours, name), getattr(activation, name)(**keywords), compiled)
 
 
 def _norm(arguments: Mapping[str, Any], compiled: bool) -> Callable[..., Any]:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
+    from vllm_fl.integration import normalization
+
     weight = arguments["weight"]
     layer = RMSNorm(weight.shape[0], arguments["epsilon"], dtype=weight.dtype)
     layer.weight.data = weight
-    return _adapted("RMSNorm", _forward(layer, compiled))
+    return _adapted(normalization.RMSNorm, layer, compiled)
 
 
 def _rotary(arguments: Mapping[str, Any], compiled: bool) -> Callable[..., Any]:
     from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
+    from vllm_fl.integration import rotary
+
     cache = arguments["cos_sin_cache"]
-    head, rotary = arguments["query"].shape[-1], cache.shape[-1]
+    head, rotary_dim = arguments["query"].shape[-1], cache.shape[-1]
     is_neox = not arguments["rotary_interleaved"]
-    layer = RotaryEmbedding(head, rotary, cache.shape[0], 10000.0, is_neox, cache.dtype)
+    layer = RotaryEmbedding(head, rotary_dim, cache.shape[0], 10000.0, is_neox, cache.dtype)
     layer.cos_sin_cache = cache
-    return _adapted("RotaryEmbedding", _forward(layer, compiled))
+    return _adapted(rotary.RotaryEmbedding, layer, compiled)
 
 
 def _fp8(arguments: Mapping[str, Any], compiled: bool) -> Callable[..., Any]:

@@ -16,11 +16,10 @@ from typing import Any
 from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch import trace
 from vllm_fl.dispatch._binding import signature_of
 from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._runtime import is_one_of_several_ranks
 from vllm_fl.dispatch.types import NATIVE
+from vllm_fl.integration import seam
 from vllm_fl.integration.fit import load
 from vllm_fl.integration.fit import problems_of
 from vllm_fl.integration.log import logger
@@ -35,14 +34,6 @@ _choosing = threading.local()
 
 def install() -> None:
     """Wrap the selection of the current platform, once."""
-    try:
-        _install()
-    except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
-        logger.error("vllm-fl: vLLM chooses the attention: %s: %s", type(error).__name__, error)
-        logger.debug("vllm-fl failed to wrap the selection of attention", exc_info=True)
-
-
-def _install() -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -59,7 +50,7 @@ def _install() -> None:
         if selected_backend is None and not getattr(_choosing, "now", False):
             _choosing.now = True
             try:
-                ours = _chosen(attn_selector_config)
+                ours = choose(attn_selector_config)
             finally:
                 _choosing.now = False
         return ours or original(selected_backend, attn_selector_config, *args, **kwargs)
@@ -68,16 +59,36 @@ def _install() -> None:
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
 
 
-def _chosen(config: Any) -> str | None:
+ATTENTION = seam.Seam("Attention", "attention", install)
+
+
+def choose(config: Any) -> str | None:
     """Return the class path that the dispatch chooses, None for vLLM's own choice.
 
-    Raises:
-        NoImplementationError: the policy leaves nothing that serves this attention.
-    """
-    from vllm import envs
+    Args:
+        config: what vLLM asks of the attention, its ``AttentionSelectorConfig``.
 
-    if getattr(envs, "VLLM_BATCH_INVARIANT", False):
-        return None
+    Raises:
+        PolicyError: the configuration is wrong.
+        NoImplementationError: the policy leaves nothing that serves this attention.
+        Exception: a fault of ours or of an implementation, in a rank of several.
+    """
+    name = ATTENTION.class_name
+    reason = seam.why_left_to_vllm()
+    if reason is None:
+        with seam.contained(name):
+            path, impl_id, reason = _answer(config)
+            if path is not None:
+                seam.note_served(name, OPERATOR, impl_id, "plain", f": {path}")
+                return path
+    if reason is not None:
+        # vLLM calls its own class, and nothing of ours: the record counts no layer of it.
+        seam.note_native(name, OPERATOR, reason, is_counted=False)
+    return None
+
+
+def _answer(config: Any) -> tuple[str | None, str, str]:
+    """Return a class path with the implementation that named it, or None, and why vLLM chooses itself."""
     answered: list[str] = []
     declined: list[str] = []
     has_native = True
@@ -88,32 +99,23 @@ def _chosen(config: Any) -> str | None:
             wrap=lambda candidate: _asked(candidate, config, answered, declined),
         )
         if resolved.decision.impl_id == NATIVE:
-            return None
+            return None, NATIVE, "the policy chooses it"
         has_native = any(report.impl_id == NATIVE for report in resolved.decision.usable)
         path: str | None = resolved.fn(config.use_mla, config.use_sparse, selector=config)
     except (PolicyError, NoImplementationError):
         raise
     except Exception as error:
-        if not has_native:
-            raise NoImplementationError(
-                f"nothing that the policy allows serves the attention of this model: "
-                f"{'; '.join(declined) or describe(error)}. Let vLLM choose as well: "
-                f"VLLM_FL_PER_OP='{OPERATOR}=...|native'."
-            ) from error
-        if is_one_of_several_ranks():
-            raise  # alone on another backend than the others, its answers would be wrong
-        logger.error("vllm-fl: vLLM chooses the attention: %s: %s", type(error).__name__, error)
-        return None
+        if has_native:
+            raise
+        raise NoImplementationError(
+            f"nothing that the policy allows serves the attention of this model: "
+            f"{'; '.join(declined) or describe(error)}. Let vLLM choose as well: "
+            f"VLLM_FL_PER_OP='{OPERATOR}=...|native'."
+        ) from error
     next_one = f"{answered[-1]} serves it" if path else "vLLM chooses the attention"
     for line in declined:
         logger.warning("vllm-fl: no attention of %s; %s", line, next_one)
-    if path is None:
-        return None
-    logger.info("vllm-fl: attention is served by %s (%s)", answered[-1], path)
-    record = trace.recorder()
-    if record is not None:
-        record.layer("Attention", OPERATOR, answered[-1], "plain")
-    return path
+    return path, answered[-1] if path else NATIVE, "; ".join(declined) or "what was asked before it failed"
 
 
 def _asked(candidate: Candidate, config: Any, answered: list[str], declined: list[str]) -> Candidate:

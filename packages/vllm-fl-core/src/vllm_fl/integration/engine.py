@@ -23,6 +23,7 @@ from vllm_fl.dispatch._sources import UNREADABLE
 from vllm_fl.dispatch.policy import shipping
 from vllm_fl.dispatch.policy.reading import policy_from_environment
 from vllm_fl.integration import ranks
+from vllm_fl.integration.layer import serving
 from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
@@ -108,9 +109,9 @@ def forget_shared_layers() -> None:
 
 def _leave_to_vllm(layer: Any) -> None:
     """Let a layer that every engine of the process calls run vLLM's own path."""
-    if layer is not None and getattr(layer, "_vllm_fl_operator", None) is not None:
-        layer._forward_method = layer._vllm_fl_own
-        layer._vllm_fl_operator = None
+    its = serving(layer)
+    if its is not None:
+        its.leave()
         logger.info("vllm-fl: the activations of Marlin's layers stay vLLM's own, which two engines share")
 
 

@@ -19,11 +19,9 @@ from vllm_fl.dispatch import trace
 from vllm_fl.dispatch.environment import boolean_variable
 from vllm_fl.dispatch.variables import known_variables
 from vllm_fl.dispatch.variables import unread_variables
-from vllm_fl.integration import attention
 from vllm_fl.integration import engine
-from vllm_fl.integration import layers
-from vllm_fl.integration import quantization
 from vllm_fl.integration import ranks
+from vllm_fl.integration import replace
 from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
@@ -57,12 +55,12 @@ def install() -> None:
         logger.warning("vllm-fl: the environment variable %s is read by nobody.%s", name, hint)
     enabled = boolean_variable("VLLM_FL_PREFER_ENABLED", True)
     replaces = boolean_variable("VLLM_FL_OOT_ENABLED", True)
-    layers.check_lists()
+    replace.check_lists()
     ranks.time_limit()
     if enabled and replaces:
         trace.check_folder()
         _wrap_engine_configuration()
-        _at_first_layer(_take_over)
+        _at_first_layer(replace.take_over)
     else:
         off = "VLLM_FL_OOT_ENABLED" if enabled else "VLLM_FL_PREFER_ENABLED"
         # Newer vLLM sets up its log after it has loaded plug-ins, and drops this line until then.
@@ -73,12 +71,6 @@ def install() -> None:
 def _stay_off(variable: str) -> None:
     logger.info("vllm-fl: %s is off, every layer stays vLLM's own", variable)
     ranks.withdraw(f"{variable} is off there")
-
-
-def _take_over() -> None:
-    layers.replace_all()
-    quantization.install(layers.decide)
-    attention.install()
 
 
 def unsupported_vllm() -> str | None:

@@ -9,15 +9,14 @@ its product. Scales from the checkpoint, zero points and groups stay vLLM's.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
 
 import torch
 
-from vllm_fl.integration.bindings import Binding
-from vllm_fl.integration.bindings import DecidesWhenBuilt
-from vllm_fl.integration.log import logger
+from vllm_fl.integration.choice import decide
+from vllm_fl.integration.layer import Layer
+from vllm_fl.integration.seam import Seam
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,55 +24,58 @@ if TYPE_CHECKING:
 # -- float8 -----------------------------------------------------------------------
 
 
-class Fp8(DecidesWhenBuilt):
-    """Keeps vLLM's own forward, for calls with an upper bound of the scales."""
+class QuantFP8(Layer):
+    """The scales of each token, and the activations that they quantise to float8_e4m3fn."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._vllm_fl_own = self.dispatch_forward(compile_native=False)  # type: ignore[attr-defined]
+    module = "vllm.model_executor.layers.quantization.input_quant_fp8"
+    class_name = "QuantFP8"
+    vllm_name = "quant_fp8"
+    op_name = "dynamic_per_token_quant_fp8"
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__(owner)
+        #: vLLM's own forward for calls with an upper bound of the scales, and for a layer that is left.
+        self.uncompiled: Callable[..., Any] = owner.dispatch_forward(compile_native=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        scale: torch.Tensor | None = None,
+        scale_ub: torch.Tensor | None = None,
+        use_triton: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Leave a call with scales, or with an upper bound of them, to vLLM."""
+        if scale is not None or scale_ub is not None:
+            return self.uncompiled(x, scale, scale_ub, use_triton)  # type: ignore[no-any-return]
+        return self.operator(x)  # type: ignore[no-any-return]
+
+    def leave(self) -> None:
+        """Let it run vLLM's own path, which another engine's compiler has not seen."""
+        super().leave()
+        self.owner._forward_method = self.uncompiled
+
+    def examples(self) -> list[tuple[Any, ...]]:
+        """Return one row; the layer knows neither its width nor its dtype."""
+        return [(torch.ones(1, 128, dtype=torch.get_default_dtype()),)]
+
+    def refuses(self) -> str | None:
+        """Refuse scales that are not of each token, and another float8."""
+        from vllm.platforms import current_platform
+
+        layer = self.layer
+        if layer.static:
+            return "the operator has no scales of the checkpoint's"
+        if not layer.use_per_token_if_dynamic:
+            return f"the operator has a scale for each token, not for {tuple(layer.group_shape)}"
+        if layer.num_token_padding is not None:
+            return "the operator pads no tokens"
+        dtype = current_platform.fp8_dtype()
+        if dtype is not torch.float8_e4m3fn:
+            return f"the operator gives float8_e4m3fn, this device takes {dtype}"
+        return None
 
 
-def _fp8_forward(
-    self: Any,
-    x: torch.Tensor,
-    scale: torch.Tensor | None = None,
-    scale_ub: torch.Tensor | None = None,
-    use_triton: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if scale is not None or scale_ub is not None:
-        return self._vllm_fl_own(x, scale, scale_ub, use_triton)  # type: ignore[no-any-return]
-    return self._vllm_fl_operator(x)  # type: ignore[no-any-return]
-
-
-def _why_not_fp8(layer: Any) -> str | None:
-    from vllm.platforms import current_platform
-
-    if layer.static:
-        return "the operator has no scales of the checkpoint's"
-    if not layer.use_per_token_if_dynamic:
-        return f"the operator has a scale for each token, not for {tuple(layer.group_shape)}"
-    if layer.num_token_padding is not None:
-        return "the operator pads no tokens"
-    dtype = current_platform.fp8_dtype()
-    if dtype is not torch.float8_e4m3fn:
-        return f"the operator gives float8_e4m3fn, this device takes {dtype}"
-    return None
-
-
-FP8 = Binding(
-    "vllm.model_executor.layers.quantization.input_quant_fp8",
-    "QuantFP8",
-    "quant_fp8",
-    "dynamic_per_token_quant_fp8",
-    _fp8_forward,
-    lambda own: own,
-    # The layer knows neither its width nor its dtype.
-    lambda layer: [(torch.ones(1, 128, dtype=torch.get_default_dtype()),)],
-    _why_not_fp8,
-    mixin=Fp8,
-)
-
-BINDINGS = (FP8,)
+LAYERS: tuple[type[Layer], ...] = (QuantFP8,)
 
 # -- int8 -------------------------------------------------------------------------
 
@@ -86,68 +88,67 @@ _FUNCTIONS = {
 }
 
 #: What each function calls where it chooses a scale for every token; None for its own code.
-_chosen: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None] = {}
+chosen: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None] = {}
+
+#: vLLM's own of each, for the scales of every token.
+_own: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {}
 
 
-@dataclass(frozen=True)
-class _Linear:
-    kernel: Any
-    layer: Any
+class Int8Linear(Layer):
+    """The quantisation to int8 by the kernel of a linear layer.
+
+    Its owner is the kernel, which has no forward of its own for it: ``_vllm_fl_quantize`` is what
+    its function calls.
+    """
+
+    module = "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel"
+    class_name = "Int8ScaledMMLinearKernel"
+    vllm_name = "int8_linear"
+    op_name = "dynamic_per_token_quant_int8"
+    attribute = "_vllm_fl_quantize"
+
+    def __init__(self, owner: Any, layer: Any) -> None:
+        self.function = _FUNCTIONS.get(type(owner).__name__, "")
+        self.reason = self._why_not(owner)
+        owner._vllm_fl_quantize = _own[self.function] if self.reason is None else None
+        super().__init__(owner, layer)
+
+    def _why_not(self, kernel: Any) -> str | None:
+        if not self.function:
+            return "it quantises in a way of its own"
+        if kernel.config.is_static_input_scheme:
+            return "the operator has no scales of the checkpoint's"
+        if not kernel.config.input_symmetric:
+            return "the operator has no zero points"
+        method = getattr(kernel, "linear_method", None)
+        if method is not None and "onednn" not in method.__name__:
+            return "it quantises inside of its product"
+        return None
+
+    def refuses(self) -> str | None:
+        """Refuse other scales than those of each token, and kernels that call no function for them."""
+        return self.reason
+
+    def examples(self) -> list[tuple[Any, ...]]:
+        """Return one row of the layer's width; it does not know its dtype."""
+        scales = self.owner._get_layer_params(self.layer)[1]
+        width = getattr(self.layer, "input_size_per_partition", 128)
+        return [(torch.ones(1, width, dtype=torch.get_default_dtype(), device=scales.device),)]
 
 
-def _why_not_int8(linear: _Linear) -> str | None:
-    kernel = linear.kernel
-    if type(kernel).__name__ not in _FUNCTIONS:
-        return "it quantises in a way of its own"
-    if kernel.config.is_static_input_scheme:
-        return "the operator has no scales of the checkpoint's"
-    if not kernel.config.input_symmetric:
-        return "the operator has no zero points"
-    method = getattr(kernel, "linear_method", None)
-    if method is not None and "onednn" not in method.__name__:
-        return "it quantises inside of its product"
-    return None
-
-
-def _int8_examples(linear: _Linear) -> list[tuple[Any, ...]]:
-    scales = linear.kernel._get_layer_params(linear.layer)[1]
-    width = getattr(linear.layer, "input_size_per_partition", 128)
-    return [(torch.ones(1, width, dtype=torch.get_default_dtype(), device=scales.device),)]
-
-
-INT8 = Binding(
-    "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel",
-    "Int8ScaledMMLinearKernel",
-    "int8_linear",
-    "dynamic_per_token_quant_int8",
-    lambda self, x: self._vllm_fl_operator(x),
-    lambda own: own,
-    _int8_examples,
-    _why_not_int8,
-    attribute="_vllm_fl_quantize",
-)
-
-
-def install(decide: Callable[..., None]) -> None:
+def install() -> None:
     """Wrap vLLM's two functions, and let every int8 linear layer decide; once."""
-    try:
-        _install(decide)
-    except Exception as error:  # noqa: BLE001 - our fault must not end somebody's server
-        logger.error("vllm-fl: vLLM quantises to int8 itself: %s: %s", type(error).__name__, error)
-        logger.debug("vllm-fl failed to wrap the quantisation to int8", exc_info=True)
-
-
-def _install(decide: Callable[..., None]) -> None:
     from vllm import _custom_ops as ops
     from vllm.config import get_current_vllm_config
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import Int8ScaledMMLinearKernel
 
-    if _chosen:
+    if chosen:
         return
-    own = {name: getattr(ops, name) for name in set(_FUNCTIONS.values())}
-    for name, function in own.items():
-        _chosen[name] = None
+    for name in set(_FUNCTIONS.values()):
+        function = getattr(ops, name)
+        _own[name] = functools.partial(_per_token, function)
+        chosen[name] = None
         setattr(ops, name, _wrapped(name, function))
     built = Int8ScaledMMLinearKernel.__init__
 
@@ -159,27 +160,30 @@ def _install(decide: Callable[..., None]) -> None:
         def prepare_and_decide(layer: Any) -> None:
             prepare(layer)
             with set_current_vllm_config(vllm_config):
-                _decide_for(self, layer, own, decide)
+                _decide_for(self, layer)
 
         self.process_weights_after_loading = prepare_and_decide
 
     Int8ScaledMMLinearKernel.__init__ = __init__
 
 
-def _decide_for(
-    kernel: Any, layer: Any, own: dict[str, Callable[..., Any]], decide: Callable[..., None]
-) -> None:
-    linear = _Linear(kernel, layer)
-    name = _FUNCTIONS.get(type(kernel).__name__, "scaled_int8_quant")
-    is_served = _why_not_int8(linear) is None
-    kernel._vllm_fl_quantize = (lambda x: own[name](x)[:2]) if is_served else None
-    decide(kernel, INT8, linear)
-    if is_served:
-        # Not the kernel's method, which would keep its weights alive.
-        operator = getattr(kernel, "_vllm_fl_operator", None) or kernel._vllm_fl_quantize
+INT8 = Seam(Int8Linear.class_name, Int8Linear.vllm_name, install)
+
+
+def _per_token(function: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    quantized, scales, _ = function(x)
+    return quantized, scales
+
+
+def _decide_for(kernel: Any, layer: Any) -> None:
+    its = Int8Linear(kernel, layer)
+    decide(its)
+    if its.reason is None:
+        # It keeps no kernel alive, nor its weights.
+        operator = kernel._vllm_fl_quantize
         caller = "linear_method" if hasattr(kernel, "linear_method") else "apply_weights"
-        setattr(kernel, caller, _choosing(name, operator, getattr(kernel, caller)))
-        _chosen[name] = operator
+        setattr(kernel, caller, _choosing(its.function, operator, getattr(kernel, caller)))
+        chosen[its.function] = operator
 
 
 def _choosing(name: str, operator: Callable[..., Any], apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -191,7 +195,7 @@ def _choosing(name: str, operator: Callable[..., Any], apply: Callable[..., Any]
     @functools.wraps(apply)
     def apply_with_choice(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            _chosen[name] = operator
+            chosen[name] = operator
         return apply(*args, **kwargs)
 
     return apply_with_choice
@@ -205,7 +209,7 @@ def _wrapped(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         azp: torch.Tensor | None = None,
         symmetric: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        operator = _chosen[name]
+        operator = chosen[name]
         if operator is None or scale is not None or azp is not None or not symmetric:
             return own(input, scale, azp, symmetric)  # type: ignore[no-any-return]
         quantized, scales = operator(input.reshape(-1, input.shape[-1]))
