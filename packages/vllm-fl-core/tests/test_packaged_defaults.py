@@ -19,6 +19,7 @@ from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import _log
+from vllm_fl.dispatch import availability as availability_module
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import manager as manager_module
 from vllm_fl.dispatch import policy_context
@@ -315,7 +316,12 @@ def test_what_was_registered_later_counts(reads: Callable[[], int]) -> None:
     assert reads() == 1
 
 
-def test_what_is_available_now_counts() -> None:
+@pytest.mark.parametrize(
+    "happens",
+    [forget_availability, availability_module._availability._answers_of_parent],
+    ids=["device", "fork"],
+)
+def test_what_is_available_now_counts(happens: Callable[[], None]) -> None:
     """A device appears, or a child asks for itself."""
     here = [False]
 
@@ -334,7 +340,31 @@ def test_what_is_available_now_counts() -> None:
     assert effective(policy, snapshot).prefer == "flagos"
     here[0] = True
     assert effective(policy, snapshot).prefer == "flagos"
-    forget_availability()
+    happens()
+    assert effective(policy, snapshot).prefer == "vendor"
+
+
+def test_what_was_laid_below_by_an_answer_for_one_call_is_not_kept() -> None:
+    found: list[str] = []
+
+    class Asks(Backend):
+        name = "asks"
+        default_policy: ClassVar = {"prefer": "vendor"}
+
+        def is_available(self) -> bool:
+            if found:
+                return False
+            found.append("")
+            found[0] = effective(policy, snapshot).prefer
+            return True
+
+        def silu_and_mul(self, x: object) -> object:
+            return x
+
+    manager = manager_with(Asks())
+    policy, snapshot = SelectionPolicy(), manager.snapshot()
+    assert effective(policy, snapshot).prefer == "vendor"
+    assert found == ["flagos"]
     assert effective(policy, snapshot).prefer == "vendor"
 
 

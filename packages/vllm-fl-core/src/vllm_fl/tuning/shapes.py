@@ -23,8 +23,8 @@ import yaml
 from vllm_fl.dispatch._files import read_text
 from vllm_fl.dispatch._suggest import did_you_mean
 from vllm_fl.dispatch._suggest import shown
-from vllm_fl.dispatch._yaml import Loader
-from vllm_fl.dispatch._yaml import check_size
+from vllm_fl.dispatch.bounded_yaml import Loader
+from vllm_fl.dispatch.bounded_yaml import check_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -92,7 +92,7 @@ def _lay(policy: SelectionPolicy, snapshot: OpRegistrySnapshot) -> _Laid:
     below = _find_below(policy, snapshot)
     made = _Laid(policy, weakref.ref(snapshot), heard, below, _over(policy, below.policy))
     if provisional == provisional_answers():
-        kept = [(key, one) for key, one in _laid.items() if one.snapshot() is not None]
+        kept = [item for item in _laid.items() if item[1].snapshot() is not None]
         _laid = {**dict(kept[1 - _KEPT :]), key: made}
     return made
 

@@ -156,8 +156,8 @@ def _yaml(path: str, asked_by: str) -> Iterator[tuple[Any, list[tuple[Any, Any, 
     """Give the loader and the entries of a YAML file, and every fault of it a place."""
     import yaml
 
-    from vllm_fl.dispatch._yaml import Loader
-    from vllm_fl.dispatch._yaml import check_size
+    from vllm_fl.dispatch.bounded_yaml import Loader
+    from vllm_fl.dispatch.bounded_yaml import check_size
 
     try:
         text = read_text(path)
