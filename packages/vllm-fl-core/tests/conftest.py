@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 @pytest.fixture
 def no_variable_left() -> Iterator[None]:
     """Fail a test that leaves a variable behind: what runs after it would be given another policy."""
+    # The recorder tells its process's children which run is theirs.
+    os.environ.pop(trace.TRACE_RUN_ENV, None)
     before = _variables()
     yield
-    # The recorder tells its process's children which run is theirs.
     os.environ.pop(trace.TRACE_RUN_ENV, None)
     after = _variables()
     for name in after.keys() - before.keys():

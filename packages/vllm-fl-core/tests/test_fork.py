@@ -30,6 +30,7 @@ from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import _fork
 from vllm_fl.dispatch import availability as availability_module
 from vllm_fl.dispatch import call_op
+from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import manager as manager_module
@@ -146,6 +147,8 @@ def manager(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> OpManager:
     manager = OpManager(registry)
     monkeypatch.setattr(manager_module, "_default", manager)
     call_op("silu_and_mul", 0)  # makes the recorder
+    monkeypatch.setattr(discovery, "_installed", list)
+    manager._plugins._is_wanted = True  # a child goes through its lock
     return manager
 
 

@@ -268,9 +268,7 @@ class _Level:
         """
         fn, is_tracing, failures = self.candidate.fn, self.is_tracing, self.failures
         key = (self.name, self.candidate.impl_id)
-        names = list(operator.signature.parameters)
-        written = [names.index(name) for name in self.candidate.writes if name in names]
-        optional = [names.index(name) for name in _optional(operator)]
+        written, optional = operator.places(self.candidate.writes), operator.places(_optional(operator))
 
         def insured(*args: Any, **kwargs: Any) -> Any:
             if is_tracing():

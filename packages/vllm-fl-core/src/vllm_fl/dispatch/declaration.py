@@ -9,7 +9,9 @@ from typing import Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from collections.abc import Iterable
     from collections.abc import Mapping
+    from collections.abc import Sequence
 
 
 _SCHEMA_TYPES = {
@@ -100,6 +102,29 @@ class Operator:
     forms: tuple[TorchForm, ...] = ()
     selector: str | None = None
     native_prepares: bool = False
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call that fits the signature by name, in the contract's order."""
+        values = {name: parameter.default for name, parameter in self.signature.parameters.items()}
+        values.update(zip(values, args, strict=False))
+        return {**values, **kwargs}
+
+    def call_of(self, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return how the contract passes arguments: by position what it can, the rest by name."""
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        for name, parameter in self.signature.parameters.items():
+            value = values.get(name, parameter.default)
+            if parameter.kind is parameter.KEYWORD_ONLY:
+                keywords[name] = value
+            else:
+                positional.append(value)
+        return positional, keywords
+
+    def places(self, names: Iterable[str]) -> list[int]:
+        """Return at which places of the contract some arguments stand; what it does not name is left out."""
+        every = list(self.signature.parameters)
+        return [every.index(name) for name in names if name in every]
 
 
 _ATTRIBUTE = "__operator__"

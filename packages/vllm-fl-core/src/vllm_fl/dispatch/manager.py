@@ -57,6 +57,28 @@ When one fails
    predicate is called without a guard, so that its refusal is raised too.
 
 The code of the second list is in :mod:`vllm_fl.dispatch._guard`.
+
+Threads
+=======
+
+A call takes no lock. It relies on what Python documents, and not on a lock around
+the interpreter: reading and binding an attribute, and getting and setting one key of
+a dict, are each done as a whole, and a ``ContextVar`` belongs to its thread or task.
+Policies, snapshots, decisions and plans are never edited, only replaced. A table is
+filled only while the policy, snapshot and failures that it was resolved from are
+current, which is checked under the lock; a call that has got a callable keeps it.
+
+No lock is held while somebody else's code runs: an import, ``register()``,
+``is_available()``, a predicate, a log handler, the text of an exception. It is run
+first, and what it gave is published if nothing has changed meanwhile. The first thread
+that needs the plugins, or a backend's answer, gets them; others wait for it without a
+lock (:mod:`vllm_fl.dispatch._work`), and where it waits for them in its turn:
+
+* A call for which a plugin waits while it is loaded, from the plugin itself, a module
+  that it imports or a thread that it joins, uses what has been registered so far.
+* A call from a module that ``is_available()`` imports asks the backend itself, and what
+  it hears is not kept. Any other call that the answer waits for raises `DispatchError`.
+* A wait that has another cause ends with a `DispatchError` after 120 seconds.
 """
 
 from __future__ import annotations

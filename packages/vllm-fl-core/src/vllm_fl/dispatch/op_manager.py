@@ -1,47 +1,21 @@
 """The manager of one registry: resolves, calls, explains and freezes.
 
 What it follows is stated in :mod:`vllm_fl.dispatch.manager`.
-
-Threads
-=======
-
-A call takes no lock. It relies on what Python documents, and not on a lock around
-the interpreter: reading and binding an attribute, and getting and setting one key of
-a dict, are each done as a whole, and a ``ContextVar`` belongs to its thread or task.
-Policies, snapshots, decisions and plans are never edited, only replaced. A table is
-filled only while the policy, snapshot and failures that it was resolved from are
-current, which is checked under the lock; a call that has got a callable keeps it.
-
-No lock is held while somebody else's code runs: an import, ``register()``,
-``is_available()``, a predicate, a log handler, the text of an exception. It is run
-first, and what it gave is published if nothing has changed meanwhile. The first thread
-that needs the plugins, or a backend's answer, gets them; others wait for it without a
-lock (:mod:`vllm_fl.dispatch._work`), and where it waits for them in its turn:
-
-* A call for which a plugin waits while it is loaded, from the plugin itself, a module
-  that it imports or a thread that it joins, uses what has been registered so far.
-* A call from a module that ``is_available()`` imports asks the backend itself, and what
-  it hears is not kept. Any other call that the answer waits for raises `DispatchError`.
-* A wait that has another cause ends with a `DispatchError` after 120 seconds.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch import selection
-from vllm_fl.dispatch._fork import ForkSafeLock
 from vllm_fl.dispatch._fork import after_fork_in_child
 from vllm_fl.dispatch._guard import Candidate
 from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._log import warn_once
-from vllm_fl.dispatch._refusal import note_entrance
-from vllm_fl.dispatch._refusal import note_handed_out
 from vllm_fl.dispatch.availability import provisional_answers
 from vllm_fl.dispatch.discovery import Discovery
 from vllm_fl.dispatch.errors import DispatchError
@@ -59,6 +33,8 @@ from vllm_fl.dispatch.resolved import build
 from vllm_fl.dispatch.resolved import nothing_runs
 from vllm_fl.dispatch.resolved import warn_of_degradation
 from vllm_fl.dispatch.selection import Asked
+from vllm_fl.dispatch.tables import Table
+from vllm_fl.dispatch.tables import Tables
 from vllm_fl.dispatch.types import NATIVE
 
 if TYPE_CHECKING:
@@ -74,13 +50,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Bound once: Python takes an imported name for a module, and `context.get()` would
-# make a bound method for every call.
-_context_policy = context.get
-
-#: Tables of context policies that are kept; older ones are made anew.
-_TABLES_KEPT = 64
-
 _LATE = "late registration"
 
 #: A plan that is out of date before it is published is made again this often.
@@ -95,21 +64,7 @@ class _Frozen:
     snapshot: OpRegistrySnapshot
 
 
-class _Table(dict[str, Any]):
-    """The callables of one policy and one snapshot; filled when asked."""
-
-    __slots__ = ("manager", "policy")
-
-    def __init__(self, manager: OpManager, policy: SelectionPolicy | None) -> None:
-        super().__init__()
-        self.manager = manager
-        self.policy = policy
-
-    def __missing__(self, op_name: str) -> Any:
-        return self.manager._fill(self, op_name)
-
-
-class OpManager:
+class OpManager(Tables):
     """Resolves operators for one registry.
 
     Args:
@@ -122,66 +77,17 @@ class OpManager:
     """
 
     def __init__(self, registry: OpRegistry | None = None) -> None:
+        super().__init__()
         self.registry = registry if registry is not None else OpRegistry()
         self.failures = Failures(self._choices_change, self._origin_of)
         self._plugins = Discovery(self.registry, is_wanted=registry is None)
-        self._lock = ForkSafeLock()
         self._frozen: _Frozen | None = None
         self._warned: set[str] = set()
         self._checked: tuple[SelectionPolicy, list[str]] | None = None
         self._ready_in = 0
-        self._table = _Table(self, None)
-        self._context_tables: OrderedDict[int, _Table] = OrderedDict()
         self.registry.add_listener(self)
         add_policy_listener(self)
         after_fork_in_child(self._forget_the_parent)
-
-    # -- the hot path ---------------------------------------------------------
-
-    def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Run an operator with the policy in force.
-
-        Raises:
-            UnknownOperatorError: no such operator.
-            NoImplementationError: nothing can run it.
-            Exception: what the implementation raises; see "When one fails".
-        """
-        policy = _context_policy()
-        if policy is None:
-            table = self._table
-        else:
-            # The table keeps its policy alive, so that no other one has this id.
-            table = self._context_tables.get(id(policy)) or self._context_table(policy)
-        return table[op_name](*args, **kwargs)
-
-    def resolve(self, op_name: str) -> Callable[..., Any]:
-        """Return the operator as a callable that keeps the choice of this moment.
-
-        Raises:
-            UnknownOperatorError: no such operator.
-            NoImplementationError: nothing can run it.
-        """
-        policy = _context_policy()
-        table = self._table if policy is None else self._context_table(policy)
-        function: Callable[..., Any] = table[op_name]
-        note_handed_out(function)
-        return function
-
-    def _context_table(self, policy: SelectionPolicy) -> _Table:
-        table = self._context_tables.get(id(policy))
-        if table is not None and table.policy is policy:
-            return table
-        table = self._table
-        if table.policy is not None:
-            return table  # frozen: what was chosen then holds here too
-        with self._lock:
-            if self._frozen is not None:
-                return self._table
-            table = _Table(self, policy)
-            self._context_tables[id(policy)] = table
-            while len(self._context_tables) > _TABLES_KEPT:
-                self._context_tables.popitem(last=False)
-            return table
 
     # -- choosing -------------------------------------------------------------
 
@@ -241,7 +147,7 @@ class OpManager:
 
     # -- resolving ------------------------------------------------------------
 
-    def _fill(self, table: _Table, op_name: str) -> Callable[..., Any]:
+    def _fill(self, table: Table, op_name: str) -> Callable[..., Any]:
         """Resolve an operator into a table, unless the world has moved on meanwhile."""
         self.ensure_initialized()
         policy = table.policy if table.policy is not None else global_policy()
@@ -337,7 +243,7 @@ class OpManager:
 
     def _policy_in_force(self) -> SelectionPolicy:
         # The table of a frozen process has the policy of the freeze.
-        policy = self._table.policy or _context_policy() or global_policy()
+        policy = self._table.policy or context.get() or global_policy()
         self.check_policy(policy)
         return policy
 
@@ -433,14 +339,14 @@ class OpManager:
             f"{_FREEZES_TRIED} attempts to choose."
         )
 
-    def _publish(self, frozen: _Frozen, table: _Table) -> None:
-        self._frozen, self._table = frozen, table
-        self._context_tables = OrderedDict()
+    def _publish(self, frozen: _Frozen, table: Table) -> None:
+        self._frozen = frozen
+        self._publish_table(table)
 
     def _make_plan(
         self, policy: SelectionPolicy, snapshot: OpRegistrySnapshot, extra: dict[str, Any]
-    ) -> tuple[Plan, _Table]:
-        table = _Table(self, policy)
+    ) -> tuple[Plan, Table]:
+        table = Table(self, policy)
         candidates: dict[str, tuple[str, ...]] = {}
         for op_name in sorted({*snapshot.operators, *snapshot.impls_by_op}):
             try:
@@ -463,17 +369,6 @@ class OpManager:
             self._new_tables()
 
     # -- what changes the tables ----------------------------------------------
-
-    def _new_tables(self) -> None:
-        self._table = _Table(self, None)
-        self._context_tables = OrderedDict()
-
-    def _choices_change(self, op_name: str | None) -> None:
-        """Forget the choice for an operator, or for each; something was set aside, or is tried again."""
-        with self._lock:
-            for table in (self._table, *self._context_tables.values()):
-                for name in [op_name] if op_name else list(table):
-                    table.pop(name, None)
 
     def policy_changed(self) -> None:
         """Forget every choice and every failure; a new global policy was set."""
@@ -504,7 +399,3 @@ class OpManager:
         self._warned = set()
         self._ready_in = 0
         self._new_tables()
-
-
-# An implementation may call another operator: its exceptions pass through this.
-note_entrance(OpManager.call)

@@ -225,11 +225,11 @@ def by_shape(
         default: what is called for other shapes, and traced.
         functions: what is called, by entry.
     """
-    parameters = list(operator.signature.parameters)
-    name = operator.selector or parameters[0]
-    place = parameters.index(name)
+    name = operator.selector or next(iter(operator.signature.parameters))
+    (place,) = operator.places([name])
     shapes = _by_layout(functions)
-    optional = {one: parameters.index(one) for form in operator.forms for one in form.present}
+    present = [one for form in operator.forms for one in form.present]
+    optional = dict(zip(present, operator.places(present), strict=True))
     # Dynamo folds torch's own function to a constant and never looks at the rest.
     is_tracing = _runtime.tracing_probe()
 
