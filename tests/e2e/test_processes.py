@@ -30,6 +30,20 @@ engine.ship_policy = ship_policy
 """
 
 
+_NEWER = """
+from vllm_fl.integration import engine
+
+_ship = engine.ship_policy
+
+def ship_policy(engine_args):
+    _ship(engine_args)
+    shipped = engine_args.additional_config[engine.KEY]
+    shipped["core"], shipped["fingerprint"], shipped["policy"]["of_tomorrow"] = "99.0", "0" * 16, 1
+
+engine.ship_policy = ship_policy
+"""
+
+
 def test_environment_reaches_the_worker(qwen3: Checkpoint, evidence: Evidence) -> None:
     env = evidence.env(VLLM_FL_PREFER="reference")
     result = run_vllm(qwen3, in_process=False, env=env).checked()
@@ -61,3 +75,10 @@ def test_worker_refuses_a_policy_that_is_not_the_front_ends(qwen3: Checkpoint) -
     assert not result.tokens
     assert "PolicyError: this process reads the policy" in result.log
     assert "where the front end sent 0000000000000000" in result.log
+
+
+def test_worker_names_the_key_that_a_newer_front_end_sent(qwen3: Checkpoint) -> None:
+    result = run_vllm(qwen3, in_process=False, setup=_NEWER)
+    assert result.returncode != 0
+    assert "the policy that the front end sent: unknown key 'of_tomorrow'; keys are prefer, " in result.log
+    assert "The front end has vllm-fl-core 99.0, this process " in result.log
