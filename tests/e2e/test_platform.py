@@ -59,13 +59,15 @@ def _before(site: Path) -> str:
     return os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def _on_the_chip(result: Result, checkpoint: Checkpoint, *, compiled: str = "off") -> None:
+def _on_the_chip(
+    result: Result, checkpoint: Checkpoint, evidence: Evidence, *, compiled: str = "off"
+) -> None:
     """Check that the chip's platform served, and the tokens."""
     assert result.checked().tokens == checkpoint.golden
     assert result.report == {"platform": "ChipPlatform", "enum": "OOT"}
     assert "vllm-fl: platform Template CPU by vllm-plugin-template" in result.log
     assert f"; V1 runner; compiled {compiled}; graphs off; 22 names bound, 0 overrides" in result.log
-    assert "vllm-fl: attention is served by vendor.template" in result.log
+    assert evidence.layers()["Attention", "vendor.template", "plain"] >= 1
 
 
 def _served(evidence: Evidence) -> set[str]:
@@ -74,18 +76,16 @@ def _served(evidence: Evidence) -> set[str]:
 
 def test_dense(qwen3: Checkpoint, chip: dict[str, str], evidence: Evidence) -> None:
     result = run_vllm(qwen3, env=chip, engine_args=_ENGINE, setup=_WHO)
-    _on_the_chip(result, qwen3)
+    _on_the_chip(result, qwen3, evidence)
     assert _served(evidence) == {"vendor.template"}
-    layers = evidence.layers()
-    assert layers["RMSNorm", "vendor.template", "guard"] == 9
-    assert layers["Attention", "vendor.template", "plain"] == 1
+    assert evidence.layers()["RMSNorm", "vendor.template", "guard"] == 9
 
 
 def test_experts_with_the_engine_in_a_process_of_its_own(
     qwen3_moe: Checkpoint, chip: dict[str, str], evidence: Evidence
 ) -> None:
     result = run_vllm(qwen3_moe, env=chip, engine_args=_ENGINE, setup=_WHO, in_process=False)
-    _on_the_chip(result, qwen3_moe)
+    _on_the_chip(result, qwen3_moe, evidence)
     # One layer of the two has experts; the sample has no routing, which the reference serves.
     calls = evidence.calls()
     assert calls["fused_experts", "vendor.template"] >= 16
@@ -96,7 +96,7 @@ def test_experts_with_the_engine_in_a_process_of_its_own(
 def test_two_ranks(qwen3: Checkpoint, chip: dict[str, str], evidence: Evidence) -> None:
     arguments = {**_ENGINE, "tensor_parallel_size": 2}
     result = run_vllm(qwen3, env=chip, engine_args=arguments, setup=_WHO, in_process=False)
-    _on_the_chip(result, qwen3)
+    _on_the_chip(result, qwen3, evidence)
     first, second = evidence.processes
     assert first["fingerprint"] == second["fingerprint"]
     assert "vllm-fl: rank 1 of 2 agrees" in result.log
@@ -110,7 +110,7 @@ def test_compiled(qwen3: Checkpoint, chip: dict[str, str], evidence: Evidence, c
     arguments: dict[str, Any] = {**_ENGINE, "compilation_config": {"custom_ops": custom_ops}}
     env = {**chip, "VLLM_FL_PREFER": "vendor"}
     result = run_vllm(qwen3, mode="compile", env=env, engine_args=arguments, setup=_WHO)
-    _on_the_chip(result, qwen3, compiled="on")
+    _on_the_chip(result, qwen3, evidence, compiled="on")
     assert {impl_id for _, impl_id, _ in evidence.layers()} == {"vendor.template"}
     assert any(evidence.graphs().values())
 

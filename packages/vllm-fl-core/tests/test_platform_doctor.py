@@ -177,6 +177,18 @@ def test_a_variable_of_vllm_that_leaves_the_path(
     assert line.startswith(f"{variable}={value}: {said}")
 
 
+@pytest.mark.parametrize(
+    ("vllm", "triton", "warns"), [("0.28.0", False, True), ("0.28.0", True, False), ("0.32.1", False, False)]
+)
+def test_an_older_vllm_needs_triton(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, vllm: str, triton: bool, warns: bool
+) -> None:
+    machine.describe("acme", more=STREAMS.format(names=list(bind.CUDA_NAMES)))
+    machine.vllm = vllm
+    monkeypatch.setattr(report, "find_spec", lambda name: object() if triton else None)
+    assert ("warn" in machine.findings()) is warns
+
+
 def test_the_command_asks_in_a_process_of_its_own(machine: Machine) -> None:
     """One that ends it, as a vendor's library may, is a finding."""
     machine.describe("acme", answer="__import__('os')._exit(3)")

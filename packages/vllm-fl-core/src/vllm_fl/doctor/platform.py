@@ -88,6 +88,13 @@ def _settings(chip: dict[str, Any]) -> Iterator[Finding]:
             "the description is not used",
             "unset VLLM_TARGET_DEVICE",
         )
+    if chip["lacks_triton"]:
+        yield Finding(
+            WARN,
+            "Triton is not installed, and this vLLM lets no platform replace its Triton kernels",
+            "it cannot serve: its model runner launches one in every step",
+            "install vLLM 0.32 or later, or the Triton of the chip",
+        )
     if chip["runner"] in ("", "0"):
         yield Finding(PASS, "vLLM's first model runner: the second one needs Triton and unified addresses")
     else:

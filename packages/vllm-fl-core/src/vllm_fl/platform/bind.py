@@ -48,8 +48,6 @@ CUDA_NAMES: Mapping[str, Name] = {
     "current_stream": Name("the stream that those copies follow"),
     "stream": Name("running those copies on their stream"),
     "set_stream": Name("the stream of a worker"),
-    "synchronize": Name("graphs and overlapped batches", needs="graph_wrapper", last=(0, 31)),
-    "empty_cache": Name("graphs and overlapped batches", needs="graph_wrapper", last=(0, 31)),
     "CUDAGraph": Name("vLLM's own wrapper of graphs", needs="graph_wrapper"),
     "graph": Name("vLLM's own wrapper of graphs", needs="graph_wrapper"),
 }

@@ -24,6 +24,9 @@ MISSED = "missing"
 
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 
+#: The first vLLM that lets a platform replace its Triton kernels.
+_WITHOUT_TRITON = (0, 32)
+
 
 def report() -> dict[str, Any]:
     """Return what :func:`vllm_fl.platform.choice.chosen` chooses in a process of vLLM, and what follows.
@@ -90,6 +93,7 @@ def _chip(active: Installed, version: tuple[int, ...] | None) -> dict[str, Any]:
             [quirk.name, version is None or quirk.applies_to(version), quirk.reason] for quirk in chip.quirks
         ],
         "runner": os.environ.get(_RUNNER) or "",
+        "lacks_triton": bool(version and version < _WITHOUT_TRITON and find_spec("triton") is None),
         "is_bypassed": os.environ.get("VLLM_TARGET_DEVICE") == "cpu",
     }
 

@@ -65,6 +65,7 @@ def complete(vllm_config: Any) -> None:
     if parallel.worker_cls == "auto":
         parallel.worker_cls = chip.worker.replace(":", ".") if chip.worker else _WORKER
     parallel.disable_custom_all_reduce = True
+    _set_block_size(vllm_config.cache_config)
     if chip.compile_backend is None:
         compilation.mode = _no_compilation()
     _fusions_off(compilation.pass_config)
@@ -83,16 +84,23 @@ def complete(vllm_config: Any) -> None:
 @contextmanager
 def block_size(cache_config: Any) -> Iterator[None]:
     """Let vLLM take the description's size of a block for one that the user gave, within."""
-    size = _chip().block_size
-    if size is None or cache_config.user_specified_block_size:
+    if not _set_block_size(cache_config):
         yield
         return
-    cache_config.block_size = size
     cache_config.user_specified_block_size = True
     try:
         yield
     finally:
         cache_config.user_specified_block_size = False
+
+
+def _set_block_size(cache_config: Any) -> bool:
+    """Set the size that the description says; return whether it says one and the user does not."""
+    size = _chip().block_size
+    if size is None or cache_config is None or cache_config.user_specified_block_size:
+        return False
+    cache_config.block_size = size
+    return True
 
 
 def _chip() -> Chip:
