@@ -295,24 +295,27 @@ def _impl(fn: Callable[..., Any], op_name: str, **more: Any) -> Any:
     return OpImpl(op_name, "vendor.unit", BackendImplKind.VENDOR, fn, vendor="unit", **more)
 
 
-@pytest.mark.parametrize("mode", [0, 3], ids=["eager", "opaque"])
-@pytest.mark.parametrize("has_predicate", [True, False])
-def test_the_second_layer_of_a_kind_is_cheap(
-    frozen: Any, mode: int, has_predicate: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("prefer", "mode", "largest"),
+    [("reference", 0, 30), ("vendor", 0, 30), ("vendor", 3, 60)],
+    ids=["the reference", "a vendor's with a predicate", "opaque"],
+)
+def test_the_second_layer_of_a_kind_decides_nothing(
+    frozen: Any, prefer: str, mode: int, largest: int
 ) -> None:
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     from vllm_fl_reference.impl import normalization
 
-    supports = (lambda *_: True) if has_predicate else None
-    frozen.register(_impl(normalization.rms_norm, "rms_norm", supports=supports))
-    frozen.policy(prefer="vendor")
+    impl = _impl(normalization.rms_norm, "rms_norm", supports=lambda *_: True, writes=())
+    frozen.register(impl)
+    frozen.policy(prefer=prefer)
     first, many = _calls(lambda: frozen(RMSNorm, 48, mode=mode))
     second, calls = _calls(lambda: frozen(RMSNorm, 48, mode=mode))
     assert is_served(first)
     assert is_served(second)
     assert len(many) > 100
-    assert len(calls) < len(many) / 2, "\n".join(calls)
+    assert len(calls) <= largest, "\n".join(calls)
 
 
 @pytest.mark.parametrize("mode", [0, 3], ids=["eager", "opaque"])

@@ -43,7 +43,25 @@ def generated(
     Returns:
         The function, and a setter of the ``_first`` that its lines may call.
     """
-    names = dict(names)
+    # By identity: a signature takes long to hash. The entry keeps it alive.
+    key = (what, operator_name, id(signature), body, *names)
+    found = _compiled.get(key)
+    if found is None:
+        found = _compiled[key] = (signature, *_make(what, operator_name, signature, body, names))
+    _, make, defaults = found
+    made: tuple[Callable[..., Any], Any] = make(_first=None, **names, **defaults)
+    return made
+
+
+#: What has been compiled, with the signature that it was compiled for and its defaults.
+_compiled: dict[tuple[Any, ...], tuple[Any, Callable[..., Any], dict[str, Any]]] = {}
+
+
+def _make(
+    what: str, operator_name: str, signature: inspect.Signature | None, body: str, names: dict[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Compile what makes the function of ``names`` and the defaults that are returned with it."""
+    defaults: dict[str, Any] = {}
     if signature is None:
         head, call, packed = "*args, **kwargs", "*args, **kwargs", "args, kwargs"
     else:
@@ -59,7 +77,7 @@ def generated(
             if parameter.default is parameter.empty:
                 heads.append(name)
             else:
-                names[f"_default_of_{name}"] = parameter.default
+                defaults[f"_default_of_{name}"] = parameter.default
                 heads.append(f"{name}=_default_of_{name}")
             calls.append(f"{name}={name}" if keyword_only else name)
             (keywords if keyword_only else positional).append(name)
@@ -69,7 +87,7 @@ def generated(
     lines = body.format(call=call, packed=packed).splitlines()
     source = "\n".join(
         [
-            f"def make({', '.join({'_first': None, **names})}):",
+            f"def make({', '.join({'_first': None, **names, **defaults})}):",
             f"    def {operator_name}({head}):",
             *("        " + line for line in lines),
             "    def _set_first(new):",
@@ -80,5 +98,4 @@ def generated(
     )
     namespace: dict[str, Any] = {"__name__": __name__}
     exec(compile(source, f"{file_of(what)} of {operator_name}>", "exec"), namespace)  # noqa: S102
-    made: tuple[Callable[..., Any], Any] = namespace["make"](**{"_first": None, **names})
-    return made
+    return namespace["make"], defaults

@@ -16,6 +16,7 @@ What Dynamo traces holds no lock, logger, clock or ``add_note``.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from textwrap import indent
@@ -77,7 +78,7 @@ class Candidate:
     writes: tuple[str, ...] = ()
     traceable: bool = False
 
-    @property
+    @functools.cached_property
     def predicates(self) -> tuple[Callable[..., Any], ...]:
         """What is asked at every call, in order."""
         return tuple(one for one in (self.supports_layer, self.supports) if one is not None)

@@ -76,14 +76,16 @@ def choose(config: Any) -> str | None:
     name = ATTENTION.class_name
     reason = seam.why_left_to_vllm()
     if reason is None:
-        with seam.contained(name):
+        try:
             path, impl_id, reason = _answer(config)
-            if path is not None:
-                seam.note_served(name, OPERATOR, impl_id, "plain", f": {path}")
-                return path
-    if reason is not None:
-        # vLLM calls its own class, and nothing of ours: the record counts no layer of it.
-        seam.note_native(name, OPERATOR, reason, is_counted=False)
+        except Exception as error:  # noqa: BLE001 - what is not contained is raised again
+            seam.contain(name, error)
+            return None
+        if path is not None:
+            seam.note_served(name, OPERATOR, impl_id, "plain", f": {path}")
+            return path
+    # vLLM calls its own class, and nothing of ours: the record counts no layer of it.
+    seam.note_native(name, OPERATOR, reason, is_counted=False)
     return None
 
 

@@ -83,8 +83,7 @@ def decide(layer: Layer) -> None:
     from vllm.config import get_current_vllm_config
 
     layer.owner.vllm_fl = layer
-    name = layer.name
-    with seam.contained(name):
+    try:
         vllm_config = get_current_vllm_config()
         plan = engine.begin(vllm_config)
         compiled = bool(vllm_config.compilation_config.mode)
@@ -92,15 +91,20 @@ def decide(layer: Layer) -> None:
         if record is not None:
             record.fact("compiled", compiled)
         reason = seam.why_left_to_vllm() or layer.refuses() or _why_left_to_the_compiler(layer)
-        choice = _Choice(NATIVE, reason) if reason else _choice(layer, plan, compiled=compiled)
+        choice, is_known = _Choice(NATIVE, reason or ""), False
+        if reason is None:
+            choice, is_known = _choice(layer, plan, compiled=compiled)
         if choice.make is None:
-            seam.note_native(name, layer.op_name, choice.note, is_counted=layer.own is not None)
+            seam.note_native(layer.name, layer.op_name, choice.note, is_counted=layer.own is not None)
             if record is not None and layer.own is not None:
                 setattr(layer.owner, layer.attribute, trace.recorded(layer.op_name, NATIVE, layer.own))
             return
         function = choice.make(layer)
-        seam.note_served(name, layer.op_name, choice.impl_id, choice.form, choice.note)
+        if record is not None or not is_known:
+            seam.note_served(layer.name, layer.op_name, choice.impl_id, choice.form, choice.note)
         layer.serve(function, is_opaque=choice.form == "opaque")
+    except Exception as error:  # noqa: BLE001 - what is not contained is raised again
+        seam.contain(layer.name, error)
 
 
 def _why_left_to_the_compiler(layer: Layer) -> str | None:
@@ -119,10 +123,11 @@ def _why_left_to_the_compiler(layer: Layer) -> str | None:
     )
 
 
-def _choice(layer: Layer, plan: Plan | None, *, compiled: bool) -> _Choice:
+def _choice(layer: Layer, plan: Plan | None, *, compiled: bool) -> tuple[_Choice, bool]:
+    """Return the choice for the layer's kind, and whether it has been made for another one before."""
     global _decided
     if plan is None:
-        return _Choosing(type(layer), compiled=compiled).choice(layer)
+        return _Choosing(type(layer), compiled=compiled).choice(layer), False
     if _decided[0] is not plan:
         _decided = (plan, {})
     key = (
@@ -135,9 +140,10 @@ def _choice(layer: Layer, plan: Plan | None, *, compiled: bool) -> _Choice:
         *kinds(layer, layer.examples()),
     )
     found = _decided[1].get(key)
-    if found is None:
-        found = _decided[1][key] = _Choosing(type(layer), compiled=compiled).choice(layer)
-    return found
+    if found is not None:
+        return found, True
+    found = _decided[1][key] = _Choosing(type(layer), compiled=compiled).choice(layer)
+    return found, False
 
 
 class _Choosing:
@@ -237,27 +243,34 @@ class _Choosing:
     def _for_the_kind(self, layer: Layer, watch: _Watch | None) -> Callable[[Layer], Callable[..., Any]]:
         """Return what makes of any layer of the kind what it calls; ``watch`` is that of the opaque form."""
         operator = self.operator
-        make = self._resolved if self.is_tuned else self._remade(layer, watch)
-        if watch is None:
-            return lambda layer: make(layer, None).fn
-        return lambda layer: opaque(operator, make(layer, watch))
+        if self.is_tuned:
+            return lambda layer: self._called(operator, self._resolved(layer, watch), watch)
+        op_name, failures, called = self.op_name, self.manager.failures, self._called
+        resolved, own_path = self._resolved(layer, watch), self._own_path
+        decision, is_recorded = resolved.decision, trace.recorder() is not None
+        ids = [one.impl_id for one in resolved.candidates]
+        place = ids.index(NATIVE) if NATIVE in ids else len(ids)
+        before, after = resolved.candidates[:place], resolved.candidates[place + 1 :]
+        has_native = place < len(ids)
+        strict = bool(effective(get_policy(), self.manager.snapshot()).strict)
 
-    def _remade(self, layer: Layer, watch: _Watch | None) -> Callable[[Layer, _Watch | None], Resolved]:
-        """Return what resolves for any layer of the kind, with nothing decided anew."""
-        op_name, operator, manager = self.op_name, self.operator, self.manager
-        resolved = self._resolved(layer, watch)
-        decision = resolved.decision
-        shared = [None if one.impl_id == NATIVE else one for one in resolved.candidates]
-        strict = bool(effective(get_policy(), manager.snapshot()).strict)
+        def made(layer: Layer) -> Callable[..., Any]:
+            candidates = before
+            if has_native:
+                fn = layer.own_path() if watch is None else own_path(layer, watch)
+                fn = trace.recorded(op_name, NATIVE, fn) if is_recorded else fn
+                native = Candidate(NATIVE, fn, writes=operator.mutates, traceable=True)
+                candidates = (*before, native, *after)
+            function = _guard.build(op_name, operator, candidates, failures, strict=strict)
+            if watch is None:
+                return function
+            return called(operator, Resolved(function, decision, candidates), watch)
 
-        def remake(layer: Layer, watch: _Watch | None) -> Resolved:
-            fn = trace.recorded(op_name, NATIVE, self._own_path(layer, watch))
-            native = Candidate(NATIVE, fn, writes=operator.mutates, traceable=True)
-            candidates = tuple([native if one is None else one for one in shared])
-            function = _guard.build(op_name, operator, candidates, manager.failures, strict=strict)
-            return Resolved(function, decision, candidates)
+        return made
 
-        return remake
+    @staticmethod
+    def _called(operator: Operator, resolved: Resolved, watch: _Watch | None) -> Callable[..., Any]:
+        return resolved.fn if watch is None else opaque(operator, resolved)
 
 
 _REFERENCE_WARNED = "the reference"

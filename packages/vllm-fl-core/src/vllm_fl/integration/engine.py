@@ -135,9 +135,10 @@ def begin(vllm_config: Any) -> Plan | None:
     manager = get_default_manager()
     shipped = vllm_config.additional_config
     shipped = shipped.get(KEY) if isinstance(shipped, dict) else None
-    if manager.plan is not None:
-        if shipped is None or shipped["fingerprint"] == manager.plan.policy:
-            return manager.plan
+    plan = manager.plan
+    if plan is not None:
+        if shipped is None or shipped["fingerprint"] == plan.policy:
+            return plan
         manager.thaw()
     try:
         return _freeze(shipped)

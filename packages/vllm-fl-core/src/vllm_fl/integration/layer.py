@@ -39,7 +39,9 @@ class Layer(ABC):
         is_traced: a compiler may look into it, where the implementation can be traced.
         when: the first base of the class that takes the place of vLLM's, which says when the
             choice is made; None where that is the end of the constructor.
+        name: the layer as the log and the record name it: its class in vLLM.
         own: vLLM's own forward of this layer.
+        fixed: the operator's keyword arguments, which are fixed for a layer.
         operator: the operator as this layer calls it; None where the layer is vLLM's own.
         is_opaque: a compiler does not look into ``operator``.
     """
@@ -57,14 +59,11 @@ class Layer(ABC):
     def __init__(self, owner: Any, layer: Any = None) -> None:
         self.owner = owner
         self.layer = owner if layer is None else layer
+        self.name = type(owner).__name__.removeprefix("Served")
         self.own: Callable[..., Any] = getattr(owner, self.attribute)
+        self.fixed: dict[str, Any] = {}
         self.operator: Any = None
         self.is_opaque = False
-
-    @property
-    def name(self) -> str:
-        """The layer as the log and the record name it: its class in vLLM."""
-        return type(self.owner).__name__.removeprefix("Served")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``operator`` with the arguments of vLLM's forward, and return what that returns."""
@@ -78,13 +77,9 @@ class Layer(ABC):
     def examples(self) -> list[tuple[Any, ...]]:
         """Return tiny arguments of the operator, of one row: for first calls.
 
-        Their shapes, dtypes and device, and ``keywords``, are what the choice is made for: two layers
+        Their shapes, dtypes and device, and ``fixed``, are what the choice is made for: two layers
         of a class with the same ones get the same.
         """
-
-    def keywords(self) -> dict[str, Any]:
-        """Return the operator's keyword arguments, which are fixed for a layer."""
-        return {}
 
     def refuses(self) -> str | None:
         """Say why this layer needs vLLM's own path, or return None."""

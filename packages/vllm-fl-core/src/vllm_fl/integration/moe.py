@@ -97,10 +97,6 @@ class Experts(Layer):
             x, layer.w13_weight, layer.w2_weight, topk_weights, topk_ids, **self.fixed
         )
 
-    def keywords(self) -> dict[str, Any]:
-        """Return what vLLM's layer fixes."""
-        return self.fixed
-
     def examples(self) -> list[tuple[Any, ...]]:
         """Return one token for the first experts."""
         layer = self.layer

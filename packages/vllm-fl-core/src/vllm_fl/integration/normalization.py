@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.integration.layer import Layer
-from vllm_fl.integration.layer import ones
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from vllm_fl.integration.layer import Layer
 
 
 class RMSNorm(Layer):
@@ -37,9 +34,9 @@ class RMSNorm(Layer):
 
     def examples(self) -> list[tuple[Any, ...]]:
         """Return one row of the layer's width, without a residual and with one."""
-        x = ones(self.layer, 1, self.layer.weight.shape[0])
         weight = self.layer.weight.data.clone()
-        return [(x.clone(), residual, weight, self.epsilon) for residual in (None, x)]
+        x = torch.ones(1, weight.shape[0], device=weight.device)
+        return [(x.clone(), None, weight, self.epsilon), (x.clone(), x, weight, self.epsilon)]
 
     def refuses(self) -> str | None:
         """Refuse a mean square over a part of the row."""

@@ -111,15 +111,20 @@ def take_over() -> None:
     served: list[str] = []
     skipped: dict[str, str] = {}
     trace.on_traced = _note_graph
-    with seam.contained("every layer", is_start=True):
+    try:
         served, skipped = replace_classes()
+    except Exception as error:  # noqa: BLE001 - what is not contained is raised again
+        seam.contain("every layer", error, is_start=True)
     for one in SEAMS:
         reason = seam.why_not_listed(one.class_name, one.vllm_name)
         if reason is not None:
             skipped[one.class_name] = reason
             continue
-        with seam.contained(one.class_name, is_start=True):
+        try:
             one.install()
+        except Exception as error:  # noqa: BLE001 - as above
+            seam.contain(one.class_name, error, is_start=True)
+        else:
             served.append(one.class_name)
     # The fingerprint covers what may be served.
     engine.remember("layers", sorted(served))

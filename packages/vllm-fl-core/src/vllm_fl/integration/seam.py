@@ -6,7 +6,6 @@ and has its faults contained here.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,6 @@ from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from collections.abc import Iterator
 
 WHITELIST = "VLLM_FL_OOT_WHITELIST"
 BLACKLIST = "VLLM_FL_OOT_BLACKLIST"
@@ -80,12 +78,12 @@ class ExplicitFailureError(Exception):
     """What the user asked for explicitly fails, or nothing else may run: that stops the start."""
 
 
-@contextmanager
-def contained(name: str, *, is_start: bool = False) -> Iterator[None]:
-    """Let vLLM's own path run where something of ours fails in the body, and say so once.
+def contain(name: str, error: Exception, *, is_start: bool = False) -> None:
+    """Let vLLM's own path run where something of ours has failed, and say so once.
 
     Args:
         name: whose own path that is.
+        error: what failed; it is being handled.
         is_start: nothing is served yet, and the other ranks are told. Later a rank of several
             raises: alone on another path than the others, its answers would be wrong.
 
@@ -93,19 +91,17 @@ def contained(name: str, *, is_start: bool = False) -> Iterator[None]:
         PolicyError: the configuration is wrong.
         NoImplementationError: the policy leaves nothing that can run.
         ExplicitFailureError: what it leaves fails.
+        Exception: any other ``error``, in a rank of several.
     """
-    try:
-        yield
-    except (PolicyError, NoImplementationError, ExplicitFailureError):
-        raise
-    except Exception as error:
-        if is_start:
-            ranks.withdraw(f"vllm-fl serves {name} not there: {type(error).__name__}: {error}")
-        elif is_one_of_several_ranks():
-            raise
-        if engine.note_fault(name):
-            logger.error("vllm-fl: %s runs vLLM's own path: %s: %s", name, type(error).__name__, error)
-            logger.debug("vllm-fl failed to serve %s", name, exc_info=True)
+    if isinstance(error, (PolicyError, NoImplementationError, ExplicitFailureError)):
+        raise error
+    if is_start:
+        ranks.withdraw(f"vllm-fl serves {name} not there: {type(error).__name__}: {error}")
+    elif is_one_of_several_ranks():
+        raise error
+    if engine.note_fault(name):
+        logger.error("vllm-fl: %s runs vLLM's own path: %s: %s", name, type(error).__name__, error)
+        logger.debug("vllm-fl failed to serve %s", name, exc_info=True)
 
 
 # -- what is said -------------------------------------------------------------------

@@ -30,17 +30,13 @@ tried: dict[tuple[Any, ...], Trial] = {}
 
 
 def kinds(layer: Layer, examples: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return what of the examples, and the keywords, a choice may depend on: shapes, dtypes, device."""
-    return (*[_kind(example) for example in examples], *layer.keywords().values())
-
-
-def _kind(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        [
-            (value.shape, value.dtype, value.device) if isinstance(value, torch.Tensor) else value
-            for value in arguments
-        ]
-    )
+    """Return what of the examples, and of ``fixed``, a choice may depend on: shapes, dtypes, device."""
+    found: list[Any] = [*layer.fixed.values()]
+    for example in examples:
+        for value in example:
+            is_tensor = isinstance(value, torch.Tensor)
+            found.append((value.shape, value.dtype, value.device) if is_tensor else value)
+    return tuple(found)
 
 
 def first_calls(
@@ -59,14 +55,14 @@ def first_calls(
         Who ran, and who refused.
     """
     record = trace.recorder()
-    keywords = layer.keywords()
+    keywords = layer.fixed
     first, whole = watched.candidates[0], Trial()
     for example in layer.examples():
         arguments = tuple(_repeated(value, rows) for value in example)
         if arguments[0].device.type == "meta":
             continue
         names = [one.impl_id for one in watched.candidates]
-        key = (layer.op_name, *names, form, _kind(arguments), *keywords.values())
+        key = (layer.op_name, *names, form, *kinds(layer, [arguments]))
         if key not in tried:
             try:
                 if record is not None:
