@@ -150,6 +150,30 @@ def test_a_name_that_cannot_be_bound(tmp_path: Path, more: str, said: str) -> No
     assert f"PlatformError: the platform 'acme' of acme-wheel 1.0 (acme:CHIP): {said}" in done.stderr
 
 
+_WARM_UP = """
+from vllm_fl.platform.worker import _guarded
+
+def fails(error):
+    def warm_up(worker):
+        raise error
+    return _guarded(warm_up)
+
+fails(ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer"))(None)
+try:
+    fails(MemoryError("no more"))(None)
+except MemoryError as error:
+    print("raised", error)
+"""
+
+
+def test_a_warm_up_that_fails(tmp_path: Path) -> None:
+    """What is for other chips is left out; a chip without memory is not hidden."""
+    done = _run(tmp_path, _WARM_UP, "")
+    assert done.returncode == 0, done.stderr
+    assert "vLLM's warm-up of kernels ends with flashinfer is not installed" in done.stderr + done.stdout
+    assert done.stdout.splitlines()[-1] == "raised no more"
+
+
 _WEAK = """
 import gc, weakref, torch
 from vllm_fl.platform.schemas import define_weak_reference

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vllm_fl.dispatch._fatal import is_fatal
 from vllm_fl.dispatch._foreign import describe
 from vllm_fl.integration.log import logger
 from vllm_fl.platform import schemas
@@ -44,7 +45,9 @@ def _guarded(warm_up: Any) -> Any:
     def kernel_warmup(worker: Any) -> None:
         try:
             warm_up(worker)
-        except Exception as error:  # noqa: BLE001 - it imports what is for other chips
+        except Exception as error:  # it imports what is for other chips
+            if is_fatal(error):
+                raise
             logger.warning(
                 "vllm-fl: vLLM's warm-up of kernels ends with %s; the first requests may be slow",
                 describe(error),
