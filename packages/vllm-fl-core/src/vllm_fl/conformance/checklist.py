@@ -64,7 +64,7 @@ def _asked(name: str, point: Callable[[_Subject], _Answer], subject: _Subject) -
 
 def _backend_of(impls: list[OpImpl]) -> Backend | None:
     for impl in impls:
-        owner = getattr(impl.fn, "__self__", None)
+        owner = impl.backend or getattr(impl.fn, "__self__", None)
         if isinstance(owner, Backend):
             return owner
     return None

@@ -125,7 +125,7 @@ def _taken(
     taken: list[Case] = []
     refusal = ""
     for rows, case in cases.items():
-        if len(taken) == needed and (dispatched.predicate is None or not dispatched.impl.traceable):
+        if len(taken) == needed and not (dispatched.predicates and dispatched.impl.traceable):
             break
         answer = dispatched.refusal(moved(case.make(), device))
         if answer is True:

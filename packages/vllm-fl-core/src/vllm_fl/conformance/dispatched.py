@@ -50,7 +50,8 @@ class Dispatched:
 
     Attributes:
         resolved: the operator as a layer holds it, not counted.
-        predicate: its ``supports``, taking every argument of the contract, or None.
+        predicates: what it is asked at a call, taking every argument of the contract.
+        supports_layer: the one of them that a layer asks once, or None.
         writes: the arguments that it may write.
     """
 
@@ -71,7 +72,8 @@ class Dispatched:
             strict=True, per_op_order={operator.name: [f"impl:{impl.impl_id}"]}
         )
         self.resolved = self.resolve()
-        self.predicate = self.resolved.candidates[0].supports
+        self.predicates = self.resolved.candidates[0].predicates
+        self.supports_layer = self.resolved.candidates[0].supports_layer
 
     def resolve(self, wrap: Callable[[Candidate], Candidate] | None = None) -> Resolved:
         """Resolve the operator without a count, as one of vLLM's layers does."""
@@ -141,9 +143,10 @@ class Dispatched:
             return self.resolved.candidates[0].fn(*args, **kwargs)
 
     def refusal(self, arguments: dict[str, Any]) -> object:
-        """Return what ``supports`` says; True where there is none, and where another bool agrees."""
-        if self.predicate is None:
-            return True
+        """Return what its predicates say; True where there is none, and where another bool agrees."""
         args, kwargs = self.bound(arguments)
-        answer: object = self.predicate(*args, **kwargs)
-        return True if as_bool(answer) else answer
+        for predicate in self.predicates:
+            answer: object = predicate(*args, **kwargs)
+            if not as_bool(answer):
+                return answer
+        return True

@@ -74,9 +74,9 @@ def first_calls(
             finally:
                 if record is not None:
                     record.is_paused = False
-            if trial.ran != first.impl_id and first.supports is not None:
-                reason = _predicate.refusal(first.supports, arguments, keywords)
-                if reason:
+            if trial.ran != first.impl_id:
+                answers = (_predicate.refusal(ask, arguments, keywords) for ask in first.predicates)
+                if reason := next(filter(None, answers), None):
                     trial.refused.setdefault(first.impl_id, reason)
             tried[key] = trial
         whole.ran = tried[key].ran

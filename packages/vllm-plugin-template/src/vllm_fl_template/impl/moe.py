@@ -19,7 +19,11 @@ def fused_experts(
     w2: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
+    *,
     activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: Tensor | None = None,
 ) -> Tensor:
     """Run every token through its experts and add their weighted results.
 
@@ -33,6 +37,9 @@ def fused_experts(
         topk_weights: T[n, k], floating.
         topk_ids: T[n, k], int32 or int64; an expert that is not one of e adds nothing.
         activation: ``"silu"`` or ``"gelu"``.
+        apply_router_weight_on_input: False.
+        global_num_experts: not used: all of them are here.
+        expert_map: None.
 
     Returns:
         T[n, h], new and contiguous, hidden_states' dtype; computed in float32.
