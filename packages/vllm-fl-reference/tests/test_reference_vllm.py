@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_layouts import random
 
 pytest.importorskip("vllm")
 
@@ -15,6 +14,7 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
+from vllm_fl.conformance.tensors import random
 from vllm_fl_reference.impl.activation import gelu_and_mul
 from vllm_fl_reference.impl.activation import silu_and_mul
 from vllm_fl_reference.impl.normalization import rms_norm

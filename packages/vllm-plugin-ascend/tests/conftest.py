@@ -18,8 +18,7 @@ if find_spec("torch_npu"):
 
 #: What these import is no dependency of the wheel.
 _NEEDS = {
-    "test_ascend_operators.py": ("torch", "vllm_fl_reference"),
-    "test_ascend_moe.py": ("torch", "vllm_fl_reference"),
+    "test_ascend_operators.py": ("torch",),
     "test_ascend_attention.py": ("torch", "vllm"),
 }
 collect_ignore = [name for name, modules in _NEEDS.items() if not all(map(find_spec, modules))]

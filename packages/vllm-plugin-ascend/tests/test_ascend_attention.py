@@ -1,4 +1,4 @@
-"""AscendAttentionBackend through vLLM's interface, on simulated kernels, against plain attention."""
+"""AscendAttentionBackend: its calls, its blocks and its refusals; its results: test_ascend_conformance.py."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections import namedtuple
 
 import pytest
 import torch
-from ascend_cases import random
+
+from vllm_fl.conformance import truth
+from vllm_fl.conformance.judge import ATTENTION
+from vllm_fl.conformance.judge import relative_to_rms
+from vllm_fl.conformance.tensors import random
 
 DEVICE = torch.device("cpu")
 
 
 class World:
-    """Requests with their whole history, and a paged cache that only the backend writes.
+    """Requests with their whole history, and the cache and metadata of the backend, to be looked at.
 
-    The truth is computed from the histories: it shares no code, layout or table
-    with the backend.
+    The kit's requests go through one of vLLM's layers, which hides both.
     """
 
     def __init__(
@@ -101,18 +104,9 @@ class World:
         return metadata
 
     def _check(self, query, name, out):
-        keys, values = self.history[name]
-        length, count = keys.shape[0], query.shape[0]
-        for i in range(count):
-            last = length - count + i
-            first = 0 if self.window is None else max(0, last - self.window + 1)
-            for h in range(self.heads):
-                kv = h // (self.heads // self.kv_heads)
-                score = keys[first : last + 1, kv].double() @ query[i, h].double() * self.scale
-                truth = score.softmax(0) @ values[first : last + 1, kv].double()
-                error = (out[i, h].double() - truth).abs().max().item()
-                limit = 2e-3 if self.dtype is torch.float16 else 2e-2
-                assert error <= limit * max(1.0, truth.abs().max().item()), (name, i, h, error)
+        exact = truth.attention(query, *self.history[name], self.scale, self.window)
+        verdict = relative_to_rms(out, exact, self.dtype, ATTENTION[self.dtype], what=name)
+        assert verdict.is_right, verdict.note
 
 
 @pytest.fixture
@@ -124,35 +118,20 @@ def world(npu):
 FIA = "npu_fused_infer_attention_score"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 1, 20, 128, 150])
-def test_prefill_decode_mixed_and_chunked(world, npu, dtype, window):
-    w = world(dtype=dtype, window=window)
+def test_a_step_is_kept_once_and_decodes_are_one_call(world, npu):
+    w = world()
     w.step({"a": 37, "b": 5, "c": 1})
-    w.step({"a": 1, "b": 1, "c": 1})
-    # Decodes, a chunk of a running request, and a new one.
     w.step({"a": 1, "c": 1, "b": 130, "d": 3})
-    # Chunks across a block boundary, in an order that is not vLLM's.
-    w.step({"d": 126, "a": 1, "b": 30, "c": 2})
-    w.step({"a": 1, "b": 1, "c": 1, "d": 1})
-    assert npu.calls["_npu_reshape_and_cache"] == 5
-    # A decode batch is one call, whatever the lengths.
+    assert npu.calls["_npu_reshape_and_cache"] == 2
+    # Whatever their lengths.
     npu.calls.clear()
     metadata = w.step(dict.fromkeys("abcd", 1))
     assert npu.calls[FIA] == len(metadata.runs) == 1
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 4), (8, 2), (5, 1), (16, 4)])
-@pytest.mark.parametrize("head", [16, 80, 128])
-def test_heads(world, heads, kv_heads, head):
-    w = world(heads=heads, kv_heads=kv_heads, head=head)
-    w.step({"a": 9, "b": 4})
-    w.step({"a": 1, "b": 3})
-
-
-@pytest.mark.parametrize("block", [128, 256, 384, 512])
+@pytest.mark.parametrize("block", [384, 512])
 @pytest.mark.parametrize("window", [None, 100])
-def test_block_sizes(world, block, window):
+def test_blocks_that_the_kit_does_not_ask_for(world, block, window):
     w = world(block=block, heads=2, kv_heads=1, head=16, window=window)
     w.step({"a": block + 3, "b": block - 1})
     w.step({"a": 1, "b": 1})
@@ -175,14 +154,6 @@ def test_a_request_without_a_query(world, npu):
     w.step({"a": 6, "b": 2})
     w.step({"a": 1, "b": 0, "c": 4})
     w.step({"b": 1, "a": 0})
-
-
-def test_peaked_and_uniform_scores(world):
-    for scale in (0.0, 8.0):
-        w = world(heads=2, kv_heads=1)
-        w.scale = w.impl.scale = scale
-        w.step({"a": 20})
-        w.step({"a": 1})
 
 
 def test_equal_prefills_are_one_call_and_others_are_not(world, npu):

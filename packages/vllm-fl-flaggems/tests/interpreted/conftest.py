@@ -7,9 +7,8 @@ from pathlib import Path
 
 _REPOSITORY = Path(__file__).parents[4]
 
-# The truth in float64 and the layouts are those of the reference's own tests.
-for folder in ("tests/emulation/gems", "packages/vllm-fl-reference/tests"):
-    sys.path.insert(0, str(_REPOSITORY / folder))
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(_REPOSITORY / "tests/emulation/gems"))
 
 import flag_gems_on_cpu  # noqa: E402 - found on the path above
 

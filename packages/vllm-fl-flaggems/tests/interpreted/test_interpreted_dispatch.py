@@ -6,8 +6,8 @@ import logging
 
 import pytest
 import torch
-from reference_layouts import random
 
+from vllm_fl.conformance.tensors import random
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import SelectionPolicy

@@ -1,18 +1,22 @@
-"""Activations, normalisation and rotation: against float64 and against the reference."""
+"""Activations, normalisation and rotation: against float64 and against the reference, in small sizes.
+
+In the interpreter the conformance kit runs what has few elements; see test_interpreted_conformance.py.
+"""
 
 from __future__ import annotations
 
-import float64_truth as truth
 import pytest
 import torch
-from reference_layouts import LAYOUTS
-from reference_layouts import close
-from reference_layouts import contiguous
-from reference_layouts import fresh
-from reference_layouts import identifier
-from reference_layouts import random
-from reference_layouts import sliced
+from judged import close
+from judged import fresh
 
+from vllm_fl.conformance import truth
+from vllm_fl.conformance.tensors import contiguous
+from vllm_fl.conformance.tensors import every_other
+from vllm_fl.conformance.tensors import named
+from vllm_fl.conformance.tensors import odd_stride
+from vllm_fl.conformance.tensors import random
+from vllm_fl.conformance.tensors import transposed
 from vllm_fl_flaggems import limits
 from vllm_fl_flaggems.impl.activation import gelu_and_mul
 from vllm_fl_flaggems.impl.activation import silu_and_mul
@@ -23,8 +27,9 @@ from vllm_fl_reference.impl import normalization as reference_normalization
 from vllm_fl_reference.impl import rotary as reference_rotary
 
 DTYPES = (torch.float32, torch.float16)
+LAYOUTS = (contiguous, odd_stride, transposed, every_other)
 
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=identifier)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=named)
 by_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
 
 
@@ -46,7 +51,7 @@ def test_silu_and_mul(shape, layout, dtype):
     kept = x.clone()
     assert limits.silu_and_mul(x) is True
     out = silu_and_mul(x)
-    close(out, truth.gated(x, truth.silu), dtype)
+    close(out, truth.gated(x, "silu"), dtype)
     near(out, reference_activation.silu_and_mul(x))
     fresh(out, x)
     assert torch.equal(x, kept)
@@ -54,12 +59,12 @@ def test_silu_and_mul(shape, layout, dtype):
 
 @by_dtype
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
-@pytest.mark.parametrize("layout", [contiguous, sliced], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("layout", [contiguous, odd_stride], ids=lambda f: f.__name__)
 def test_gelu_and_mul(layout, approximate, dtype):
     x = layout(random(2, 3, 30, dtype=dtype, scale=2))
     assert limits.gelu_and_mul(x, approximate) is True
     out = gelu_and_mul(x, approximate)
-    close(out, truth.gated(x, lambda v: truth.gelu(v, approximate)), dtype, absolute=3e-6)
+    close(out, truth.gated(x, "gelu" if approximate == "none" else "gelu_tanh"), dtype)
     near(out, reference_activation.gelu_and_mul(x, approximate))
     fresh(out, x)
 
@@ -143,7 +148,7 @@ def test_add_rms_norm(shape, layout, dtype):
 
 def test_a_strided_input_is_not_written_and_what_is_returned_is_right():
     """FlagGems' own function leaves a strided x as it is; that is why the result counts."""
-    x, residual = sliced(random(3, 8)), random(3, 8, seed=1)
+    x, residual = odd_stride(random(3, 8)), random(3, 8, seed=1)
     kept = x.clone()
     normed, total = rms_norm(x, residual, None, 1e-6)
     assert torch.equal(x, kept)
@@ -207,7 +212,7 @@ def fused(
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize(("head", "rot"), [(16, 16), (20, 12), (6, 6)])
-@pytest.mark.parametrize("positions", [torch.int32, torch.int64, None], ids=identifier)
+@pytest.mark.parametrize("positions", [torch.int32, torch.int64, None], ids=named)
 def test_rotary(positions, head, rot, inplace, interleaved, dtype):
     n = 5
     query, key = fused(n, 3, 1, head, dtype)
@@ -215,11 +220,11 @@ def test_rotary(positions, head, rot, inplace, interleaved, dtype):
     ids = [7, 0, 39, 7, 3]
     if positions is None:
         cos, sin, cache = cos[ids], sin[ids], None
-        position_ids, rows = None, list(range(n))
+        position_ids = None
     else:
-        position_ids, rows = torch.tensor(ids, dtype=positions), ids
+        position_ids = torch.tensor(ids, dtype=positions)
     kept = query.clone(), key.clone()
-    expected = [truth.rotary(x[..., :rot], cos, sin, rows, interleaved) for x in kept]
+    expected = [truth.rotary(x[..., :rot], cos, sin, position_ids, interleaved) for x in kept]
     other = reference_rotary.rotary_embedding(*kept, cos, sin, position_ids, interleaved, False, cache)
     assert limits.rotary_embedding(query, key, cos, sin, position_ids, interleaved, inplace, cache) is True
     outs = rotary_embedding(query, key, cos, sin, position_ids, interleaved, inplace, cache)
@@ -241,7 +246,7 @@ def test_rotary_without_a_key(inplace, heads, dtype):
     query = random(4, heads, 8, dtype=dtype)
     _, cos, sin = tables(16, 8)
     position_ids = torch.tensor([3, 2, 15, 0])
-    expected = truth.rotary(query, cos, sin, position_ids.tolist(), False)
+    expected = truth.rotary(query, cos, sin, position_ids, False)
     out, none = rotary_embedding(query, None, cos, sin, position_ids, False, inplace)
     close(out, expected, dtype)
     assert none is None
@@ -252,10 +257,10 @@ def test_rotary_tables_of_any_dtype_and_stride():
     query, key = fused(3, 2, 2, 8, torch.float16)
     _, cos, sin = tables(8, 8)
     position_ids = torch.tensor([1, 9, 5, 9, 7, 9])[::2]
-    expected = truth.rotary(query, cos, sin, [1, 5, 7], False)
-    for table in (torch.Tensor.contiguous, sliced, lambda x: x.t().contiguous().t()):
+    expected = truth.rotary(query, cos, sin, position_ids, False)
+    for table in (torch.Tensor.contiguous, odd_stride, lambda x: x.t().contiguous().t()):
         out, _ = rotary_embedding(query, key, table(cos), table(sin), position_ids, False, False)
         close(out, expected, torch.float16)
     narrow = [table.half() for table in (cos, sin)]
     out, _ = rotary_embedding(query, key, *narrow, position_ids, False, False)
-    close(out, truth.rotary(query, *narrow, [1, 5, 7], False), torch.float16)
+    close(out, truth.rotary(query, *narrow, position_ids, False), torch.float16)

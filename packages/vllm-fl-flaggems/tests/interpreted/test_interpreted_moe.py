@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import float64_truth as truth
-import numpy as np
 import pytest
 import torch
-from reference_layouts import close
-from reference_layouts import contiguous
-from reference_layouts import fresh
-from reference_layouts import identifier
-from reference_layouts import random
-from reference_layouts import sliced
-from reference_layouts import transposed
+from judged import close
+from judged import close_to_rms
+from judged import fresh
 
+from vllm_fl.conformance import truth
+from vllm_fl.conformance.tensors import contiguous
+from vllm_fl.conformance.tensors import named
+from vllm_fl.conformance.tensors import odd_stride
+from vllm_fl.conformance.tensors import random
+from vllm_fl.conformance.tensors import transposed
 from vllm_fl_flaggems import limits
 from vllm_fl_flaggems.impl import moe
 from vllm_fl_reference.impl import moe as reference
 
 DTYPES = (torch.float32, torch.float16)
 
-by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=identifier)
-by_layout = pytest.mark.parametrize("layout", [contiguous, sliced, transposed], ids=lambda f: f.__name__)
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=named)
+by_layout = pytest.mark.parametrize("layout", [contiguous, odd_stride, transposed], ids=lambda f: f.__name__)
 
 
 def outputs(n: int, k: int, index: torch.dtype = torch.int32) -> tuple[torch.Tensor, ...]:
@@ -56,9 +56,6 @@ def test_topk_softmax(n, experts, k, index, renormalize, layout, dtype):
     returned = moe.topk_softmax(weights, indices, sources, gating, renormalize)
     assert returned[0] is weights
     assert returned[1] is indices
-    right_weights, right_indices = truth.softmax_topk(gating, k, renormalize)
-    close(weights, right_weights, torch.float32, steps=5)
-    assert np.array_equal(indices.numpy(), right_indices)
     theirs = outputs(n, k, index)
     reference.topk_softmax(*theirs, gating, renormalize)
     torch.testing.assert_close(weights, theirs[0], rtol=1e-5, atol=1e-6)
@@ -94,9 +91,6 @@ def test_grouped_topk(experts, n_group, topk_group, topk, renormalize, scoring_f
     arguments = (scores, n_group, topk_group, topk, renormalize, 2.5, bias, scoring_func)
     assert limits.grouped_topk(*arguments) is True
     weights, indices = moe.grouped_topk(*arguments)
-    right_weights, right_indices = truth.grouped_topk(*arguments)
-    close(weights, right_weights, torch.float32, steps=3)
-    assert np.array_equal(indices.numpy(), right_indices)
     theirs = reference.grouped_topk(*arguments)
     torch.testing.assert_close(weights, theirs[0], rtol=1e-5, atol=1e-6)
     assert torch.equal(indices, theirs[1])
@@ -139,7 +133,7 @@ def check_alignment(topk_ids, block_size, num_experts, expert_map, pad, outs):
     assert (sorted_ids[used:] == len(flat)).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=identifier)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=named)
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize(
@@ -176,7 +170,7 @@ def test_moe_sum(shape, layout, dtype):
     out = torch.full((shape[0], shape[2] + 3), 9.0, dtype=dtype)[:, : shape[2]]
     assert limits.moe_sum(inp, out) is True
     assert moe.moe_sum(inp, out) is out
-    close(out, truth.array(inp).sum(1), dtype)
+    close(out, inp.double().sum(1), dtype)
     theirs = reference.moe_sum(inp, torch.empty_like(out))
     torch.testing.assert_close(out, theirs, rtol=2**-10 if dtype.itemsize == 2 else 4e-6, atol=1e-6)
     assert (out.as_strided((shape[0], 3), (shape[2] + 3, 1), shape[2]) == 9).all()
@@ -186,20 +180,10 @@ def test_moe_sum(shape, layout, dtype):
 # -- the experts --------------------------------------------------------------
 
 
-def close_to_rms(out, right, dtype):
-    """Relative to the size of the whole, as both products are rounded in between."""
-    error = out.double() - torch.from_numpy(right)
-    size = float(np.sqrt((right**2).mean()))
-    assert size > 0
-    worst, typical = {torch.float32: (1e-5, 2e-6), torch.float16: (1e-2, 2e-3)}[dtype]
-    assert error.abs().max() <= worst * size
-    assert error.square().mean().sqrt() <= typical * size
-
-
 @by_dtype
 @pytest.mark.parametrize("on_input", [False, True])
 @pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("layout", [contiguous, sliced, transposed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("layout", [contiguous, odd_stride, transposed], ids=lambda f: f.__name__)
 def test_fused_experts(layout, mapped, on_input, dtype):
     n, h, i, k = 6, 24, 10, 1 if on_input else 2
     experts = 8
@@ -223,7 +207,7 @@ def test_fused_experts(layout, mapped, on_input, dtype):
     assert out.dtype is dtype
     close_to_rms(out, right, dtype)
     theirs = reference.fused_experts(hidden, w1, w2, weights, ids, **arguments)
-    close_to_rms(out, theirs.double().numpy(), dtype)
+    close_to_rms(out, theirs, dtype)
     fresh(out, hidden, w1, w2)
     assert torch.equal(hidden, kept)
 
