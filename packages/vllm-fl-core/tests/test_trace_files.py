@@ -220,6 +220,10 @@ DAMAGED = [
     (json.dumps({**GOOD, "operators": [3]}), "it is damaged: op must be a str"),
     (json.dumps({**GOOD, "operators": [{**GOOD["operators"][0], "calls": "1"}]}), "calls must be a int"),
     (json.dumps({**GOOD, "operators": [{**GOOD["operators"][0], "calls": True}]}), "calls must be a int"),
+    (
+        json.dumps({**GOOD, "operators": [{**GOOD["operators"][0], "signatures": {"bfloat16[1]": "1"}}]}),
+        "bfloat16[1] must be a int",
+    ),
     (json.dumps({**GOOD, "layers": [{}]}), "it is damaged: layer must be a str"),
     (json.dumps({k: v for k, v in GOOD.items() if k != "layers"}), "it is damaged: layers must be a list"),
     (json.dumps({**GOOD, "fingerprint": 3}), "it is damaged: fingerprint must be a str"),
@@ -241,6 +245,14 @@ def test_a_damaged_or_foreign_file_is_named(
     assert main(["trace", str(tmp_path), "--json"]) == 0
     (problem,) = json.loads(capfd.readouterr().out)["problems"]
     assert why in problem
+
+
+def test_the_argument_lists_of_all_processes_are_added_up(tmp_path: Path) -> None:
+    for name, signatures in (("a", {"x": 1, "y": 2}), ("b", {"x": 3, "z": 4})):
+        entry = {**GOOD["operators"][0], "signatures": signatures}
+        (tmp_path / f"{name}.json").write_text(json.dumps({**GOOD, "operators": [entry]}))
+    (operator,) = trace.merge(tmp_path)["operators"]
+    assert operator["signatures"] == {"x": 4, "y": 2, "z": 4}
 
 
 def test_what_is_no_regular_file_is_named_and_waits_for_nobody(tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ def _record(text: str) -> dict[str, Any]:
     for part, shape in _SHAPES.items():
         for entry in values[part]:
             _check(entry, shape)
+    for entry in values["operators"]:
+        _check(entry["signatures"], dict.fromkeys(entry["signatures"], int))
     return values
 
 

@@ -297,7 +297,9 @@ def merge(folder: Path, run: str = ALL) -> dict[str, Any]:
     layers: dict[tuple[str, ...], dict[str, Any]] = {}
     for record in chosen:
         for entry in record["operators"]:
-            total = operators.setdefault((entry["op"], entry["impl_id"]), {**entry, "calls": 0, "graphs": 0})
+            empty = {**entry, "calls": 0, "graphs": 0, "signatures": Counter()}
+            total = operators.setdefault((entry["op"], entry["impl_id"]), empty)
+            total["signatures"].update(entry["signatures"])
             total["calls"] += entry["calls"]
             total["graphs"] += entry["graphs"]
         for entry in record["layers"]:
