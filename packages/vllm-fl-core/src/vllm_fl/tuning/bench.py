@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 #: Tokens where nobody gives any; a CPU would take hours for the rest.
 ROWS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 ROWS_ON_CPU = (1, 4, 16, 64, 256, 1024)
+#: That a compiler may make of one function: two for each contender, and some more.
+_MOST_GRAPHS = 64
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,11 @@ class Bench:
         The passes of a family follow one another; a contender is judged in the first.
         """
         self.bandwidth = copy_bandwidth(self.device, clock_of(self.device))
+        # Every contender that is compiled shares the code that calls it, and has graphs of its own.
+        with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS):
+            yield from self._run(passes)
+
+    def _run(self, passes: int) -> Iterator[tuple[int, list[Row]]]:
         for family, every in self.cases:
             torch._dynamo.reset()
             field = contenders(self._manager, family.op, self.options.backends)
@@ -215,6 +222,8 @@ class _Shape:
         found: dict[str, dict[str, Any]] = {}
         subjects: list[Subject] = []
         for contender in self._field.contenders:
+            if mode == COMPILE and contender.impl_id == COMPILED:
+                continue  # it is the reference, which is compiled itself then
             facts = found[contender.impl_id] = {"impl_id": contender.impl_id, "mode": mode}
             try:
                 function = self._function(contender, mode == COMPILE)

@@ -34,6 +34,7 @@ th { color: var(--soft); font-weight: 600; } td.n, th.n { text-align: right; }
 .soft { color: var(--soft); } .bad { color: var(--bad); } code { font-size: .92em; }
 .scroll { overflow-x: auto; }
 table.map { border-collapse: separate; border-spacing: 2px; } table.map th, table.map td { border: 0; }
+table.map tr:first-child th { text-align: center; } table.map .soft { font-weight: 400; }
 table.map td.cell { text-align: center; padding: .25rem .4rem; border-radius: 3px; min-width: 4.2rem;
   color: #10151c; line-height: 1.25; } table.map td.cell small { display: block; opacity: .8; }
 table.map td.none { background: var(--band); color: var(--soft); }
@@ -75,8 +76,9 @@ def page(report: Report) -> str:
         _table(("", ""), facts),
         *_wrong(report),
         "<h2>Who wins</h2>",
-        "<p>Columns are tokens. A cell names the fastest right implementation's time in microseconds, and "
-        "below it how many times as long the next one takes: the fuller the colour, the larger the lead.</p>",
+        "<p>Columns are tokens. A cell has the colour of the fastest right implementation and its time in "
+        "microseconds; below it stands how many times as long the next one takes. The fuller the colour, "
+        "the larger the lead.</p>",
         _legend(hues),
         *(part for mode in report.modes for part in _heat_map(report, mode, hues)),
         "<h2>How close to the memory's speed</h2>",
@@ -133,7 +135,7 @@ def _heat_map(report: Report, mode: str, hues: dict[str, int]) -> list[str]:
     lines: dict[tuple[object, ...], dict[int, list[Row]]] = {}
     for its in compared:
         lines.setdefault(its[0].family, {})[its[0].tokens] = its
-    head = "".join(f'<th class="n">{number}</th>' for number in tokens)
+    head = "".join(f"<th>{number}</th>" for number in tokens)
     body = []
     for by_tokens in lines.values():
         first = next(iter(by_tokens.values()))[0]

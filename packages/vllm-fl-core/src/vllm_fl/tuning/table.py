@@ -122,9 +122,10 @@ def remarks(report: Report) -> list[str]:
     )
     for (op, impl_id, mode, note), count in other.items():
         lines.append(f"not timed: {op}: {impl_id} in mode {mode}, {count} shapes: {note}")
-    own = Counter((row.op, row.note) for row in report.rows if row.impl_id == NATIVE and row.correct is False)
-    for (op, note), count in own.items():
-        lines.append(f"vLLM's own path of {op} is not what the contract says, {count} shapes: {note}")
+    own = [row for row in report.rows if row.impl_id == NATIVE and row.correct is False]
+    for op, count in Counter(row.op for row in own).items():
+        note = next(row.note for row in own if row.op == op)
+        lines.append(f"vLLM's own path of {op} is not what the contract says, {count} times: {note}")
     lines += report.notes
     for mode in report.modes:
         costs = [(overhead(its), its[0]) for its in comparisons(report.rows) if its[0].mode == mode]
