@@ -362,6 +362,6 @@ def test_what_is_decided_is_forgotten_with_the_plan(frozen: Any) -> None:
     frozen.policy(prefer="reference")
     assert is_served(frozen(RMSNorm, 32))
     # Another width, dtype and mode is another kind; so is a choice that has been set aside since.
-    frozen.manager.set_aside("rms_norm", "reference.torch", RuntimeError("late"))
+    frozen.manager.failures.set_aside("rms_norm", "reference.torch", RuntimeError("late"))
     assert not is_served(frozen(RMSNorm, 32))
     assert torch.is_tensor(frozen(RMSNorm, 64)(torch.ones(1, 64)))

@@ -211,7 +211,7 @@ def test_the_hot_path_takes_no_lock(manager: OpManager) -> None:
     [
         (lambda manager: set_global_policy(only("c")), "c"),
         (lambda manager: manager.registry.register_impl(impl("fast", 900)), "fast"),
-        (lambda manager: manager.set_aside(OP, "vendor.a", ValueError()), "b"),
+        (lambda manager: manager.failures.set_aside(OP, "vendor.a", ValueError()), "b"),
     ],
     ids=["policy", "registration", "failure"],
 )

@@ -23,8 +23,6 @@ from vllm_fl.dispatch.decision import Decision
 from vllm_fl.dispatch.declaration import Operator
 from vllm_fl.dispatch.declaration import TorchForm
 from vllm_fl.dispatch.declaration import operator
-from vllm_fl.dispatch.discovery import PLUGIN_API_VERSION
-from vllm_fl.dispatch.discovery import PLUGIN_MODULES_ENV
 from vllm_fl.dispatch.discovery import discover_plugins
 from vllm_fl.dispatch.errors import DispatchError
 from vllm_fl.dispatch.errors import NoImplementationError
@@ -42,6 +40,8 @@ from vllm_fl.dispatch.op_manager import OpManager
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.ops import Operators
 from vllm_fl.dispatch.plan import Plan
+from vllm_fl.dispatch.plugin_loading import PLUGIN_API_VERSION
+from vllm_fl.dispatch.plugin_loading import PLUGIN_MODULES_ENV
 from vllm_fl.dispatch.policy import PREFER_DEFAULT
 from vllm_fl.dispatch.policy import PREFER_REFERENCE
 from vllm_fl.dispatch.policy import PREFER_VENDOR

@@ -280,18 +280,6 @@ class OpManager(Tables):
         """Try again what was set aside, of one operator or of all."""
         self.failures.clear(op_name)
 
-    def is_set_aside(self, op_name: str, impl_id: str) -> bool:
-        """Whether an implementation was set aside for an operator; for each call."""
-        return self.failures.is_set_aside(op_name, impl_id)
-
-    def set_aside(self, op_name: str, impl_id: str, error: BaseException) -> None:
-        """Do not choose an implementation for an operator again; warn once."""
-        self.failures.set_aside(op_name, impl_id, error)
-
-    def note_trial(self, op_name: str, impl_id: str, what: str) -> None:
-        """Let every later decision say what came of an implementation's first calls."""
-        self.failures.note_trial(op_name, impl_id, what)
-
     def _origin_of(self, op_name: str, impl_id: str) -> Origin | None:
         impls = self.snapshot().impls_by_op.get(op_name, ())
         return next((impl.origin for impl in impls if impl.impl_id == impl_id and impl.origin), None)

@@ -9,6 +9,8 @@ from typing import Any
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.plugin_loading import PLUGIN_MODULES_ENV
+from vllm_fl.dispatch.plugin_loading import PLUGINS_ENV
 from vllm_fl.dispatch.variables import PREFIX
 from vllm_fl.dispatch.variables import VARIABLES
 from vllm_fl.dispatch.variables import hint
@@ -64,10 +66,10 @@ def _without(plugin: Any, plugins: list[Any]) -> str:
     """Return what leaves a plugin out, or mends it."""
     # A command of several lines is one of ours.
     wheel = printable(plugin.origin.distribution)
-    if wheel == discovery.PLUGIN_MODULES_ENV:
+    if wheel == PLUGIN_MODULES_ENV:
         return f"take {plugin.name} out of {wheel}"
     others = printable(",".join(sorted({one.name for one in plugins} - {plugin.name})))
-    leave_out = f"export {discovery.PLUGINS_ENV}={others}" if others else f"pip uninstall {wheel}"
+    leave_out = f"export {PLUGINS_ENV}={others}" if others else f"pip uninstall {wheel}"
     return f"pip install --upgrade {wheel}  # or leave it out: {leave_out}"
 
 

@@ -192,7 +192,7 @@ class _Choosing:
         # What is tried is watched; what a layer calls later is not, but in the opaque form.
         watch: _Watch = functools.partial(shielded if is_opaque else checked, self.operator)
         if is_opaque:
-            watch = functools.partial(watch, is_set_aside=manager.is_set_aside)  # type: ignore[call-arg]
+            watch = functools.partial(watch, is_set_aside=manager.failures.is_set_aside)  # type: ignore[call-arg]
         watched = self._resolved(layer, watch)
         function = opaque(self.operator, watched) if is_opaque else watched.fn
         form = "opaque" if is_opaque else resolved.decision.form
@@ -208,15 +208,15 @@ class _Choosing:
                 more = try_out(rows=MORE_ROWS)
                 if first in more.refused and more.ran in (NATIVE, None):
                     why = trial.refused[first]
-                    manager.note_trial(op_name, first, f"refused the trial of {layer.name} ({why})")
+                    manager.failures.note_trial(op_name, first, f"refused the trial of {layer.name} ({why})")
                     return _Choice(NATIVE, f"{first} does not take its inputs: {why}")
         except Exception as error:
             self._raise_what_ends_the_start(first, error, has_native=has_native)
             if passes_on or is_fatal(error):
                 raise
             # No candidate inside the function, and right for this layer.
-            manager.set_aside(op_name, first, error)
-        if manager.is_set_aside(op_name, first):
+            manager.failures.set_aside(op_name, first, error)
+        if manager.failures.is_set_aside(op_name, first):
             return None
         warn_of_the_reference(layer.name, op_name, first)
         make = self._for_the_kind(layer, watch if is_opaque else None)
@@ -237,7 +237,7 @@ class _Choosing:
             return ""
         why, other = trial.refused[first], trial.ran or "nothing"
         refused = f"refused the trial of {layer.name} with one row ({why}), which {other} ran"
-        self.manager.note_trial(self.op_name, first, refused)
+        self.manager.failures.note_trial(self.op_name, first, refused)
         return f"; {first} refused the trial of one row ({why}), which {other} ran"
 
     def _for_the_kind(self, layer: Layer, watch: _Watch | None) -> Callable[[Layer], Callable[..., Any]]:
