@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 from typing import Any
 
+import pytest
 from engine import run_vllm
 from evidence import Evidence
 
@@ -52,6 +53,7 @@ plugin._teach_environment = lambda names: None
 _LOADED = "Directly load AOT compilation"
 
 
+@pytest.mark.long
 def test_compiled_code_follows_the_choice(qwen3: Checkpoint, tmp_path: Path) -> None:
     cache = {
         "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),
@@ -127,6 +129,7 @@ plan.digests = lambda modules: {}
 """
 
 
+@pytest.mark.long
 def test_compiled_code_follows_a_constant_of_a_plugin(qwen3: Checkpoint, tmp_path: Path) -> None:
     plugin = tmp_path / "plugin"
     plugin.mkdir()
