@@ -71,19 +71,36 @@ def digests(modules: Iterable[str]) -> dict[str, str]:
             continue
         digest, imported, is_read = sha256(), set(), False
         for place, path in _files(name, is_asked=is_asked):
-            try:
-                with open(path, "rb") as file:
-                    content = file.read()
-            except OSError:
-                content = UNREADABLE.encode()
             is_read = True
-            digest.update(f"{place}\0{len(content)}\0".encode())
-            digest.update(content)
-            if path.endswith(".py"):
-                imported |= _imported(content)
+            of_file, its_imports = _look_at(path)
+            digest.update(f"{place}\0{of_file}\0".encode())
+            imported |= its_imports
         if is_read or is_asked:
             found[name] = digest.hexdigest()[:16] if is_read else UNREADABLE
         waiting += [(one, False) for one in sorted(imported)]
+    return found
+
+
+# What was read, by path: a file that is as old and as long as before is the same one.
+_known_files: dict[str, tuple[tuple[int, int], tuple[str, frozenset[str]]]] = {}
+
+
+def _look_at(path: str) -> tuple[str, frozenset[str]]:
+    """Return the digest of a file and what its code imports."""
+    from hashlib import sha256
+
+    try:
+        status = os.stat(path)
+        state = status.st_mtime_ns, status.st_size
+        known = _known_files.get(path)
+        if known is not None and known[0] == state:
+            return known[1]
+        with open(path, "rb") as file:
+            content = file.read()
+    except OSError:
+        return UNREADABLE, frozenset()
+    found = sha256(content).hexdigest(), frozenset(_imported(content) if path.endswith(".py") else ())
+    _known_files[path] = state, found
     return found
 
 
