@@ -69,7 +69,7 @@ def digests(modules: Iterable[str]) -> dict[str, str]:
         name = "__main__" if name == "__mp_main__" else name
         if name in found or name in _KNOWN:
             continue
-        digest, imported, is_read = sha256(), set(), False
+        digest, imported, is_read = sha256(), set[str](), False
         for place, path in _files(name, is_asked=is_asked):
             is_read = True
             of_file, its_imports = _look_at(path)
