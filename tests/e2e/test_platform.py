@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from engine import run_vllm
+from engine import serve
 
 if TYPE_CHECKING:
     from checkpoints import Checkpoint
@@ -113,6 +114,15 @@ def test_compiled(qwen3: Checkpoint, chip: dict[str, str], evidence: Evidence, c
     _on_the_chip(result, qwen3, evidence, compiled="on")
     assert {impl_id for _, impl_id, _ in evidence.layers()} == {"vendor.template"}
     assert any(evidence.graphs().values())
+
+
+@pytest.mark.long
+def test_the_server(qwen3: Checkpoint, chip: dict[str, str], evidence: Evidence) -> None:
+    with serve(qwen3, env=chip, engine_args=_ENGINE) as server:
+        answers = tuple(server.complete(prompt) for prompt in qwen3.prompts)
+    assert answers == qwen3.golden
+    assert "vllm-fl: platform Template CPU by vllm-plugin-template" in server.log
+    assert _served(evidence) == {"vendor.template"}
 
 
 _HASH = "from vllm.config import VllmConfig; print(VllmConfig().compute_hash())"
