@@ -365,3 +365,54 @@ def test_what_is_decided_is_forgotten_with_the_plan(frozen: Any) -> None:
     frozen.manager.failures.set_aside("rms_norm", "reference.torch", RuntimeError("late"))
     assert not is_served(frozen(RMSNorm, 32))
     assert torch.is_tensor(frozen(RMSNorm, 64)(torch.ones(1, 64)))
+
+
+@pytest.mark.parametrize("mode", [0, 3], ids=["eager", "opaque"])
+def test_what_never_changes_for_a_layer_is_asked_once(frozen: Any, mode: int) -> None:
+    import torch
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    from vllm_fl_reference.impl import normalization
+
+    asked: list[tuple[Any, ...]] = []
+    ran: list[Any] = []
+
+    def for_layer(x: Any, residual: Any, *_: Any) -> bool | str:
+        asked.append((x.dtype, residual is None))
+        return x.dtype is torch.float32 or "only float32"
+
+    def norm(x: Any, residual: Any, weight: Any, epsilon: float) -> Any:
+        ran.append(x.dtype)
+        return normalization.rms_norm(x, residual, weight, epsilon)
+
+    frozen.register(_impl(norm, "rms_norm", supports_layer=for_layer, writes=()))
+    frozen.policy(per_op_order={"rms_norm": ["vendor", "native"]})
+    layer = frozen(RMSNorm, 32, mode=mode)
+    assert is_served(layer)
+    assert set(asked) == {(torch.float32, True), (torch.float32, False)}
+    asked.clear()
+    ran.clear()
+    x = torch.randn(4, 32)
+    for residual in (None, x.clone()):
+        both = [None if residual is None else residual.clone() for _ in range(2)]
+        torch.testing.assert_close(
+            layer(x.clone(), both[0]), RMSNorm.forward_native(layer, x.clone(), both[1])
+        )
+    assert (asked, ran) == ([], [torch.float32] * 2)
+    # It was not asked of another dtype, which therefore goes vLLM's own way.
+    half = x.bfloat16()
+    torch.testing.assert_close(layer(half), RMSNorm.forward_native(layer, half))
+    assert ran == [torch.float32] * 2
+
+
+def test_what_a_layers_question_refuses_stays_vllms(frozen: Any) -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    from vllm_fl_reference.impl import normalization
+
+    def never(*_: Any) -> str:
+        return "no such width"
+
+    frozen.register(_impl(normalization.rms_norm, "rms_norm", supports_layer=never, writes=()))
+    frozen.policy(per_op_order={"rms_norm": ["vendor", "native"]})
+    assert not is_served(frozen(RMSNorm, 32))

@@ -483,12 +483,17 @@ def test_a_layers_question_is_asked_at_every_call_of_anybody_else(library: str) 
 def test_a_layer_asks_its_question_once(library: str) -> None:
     named = implementation(f"{library}:silu_and_mul", supports_layer=f"{library}:for_layer")
     manager = registered(acme(silu_and_mul=named))
-    resolved = manager.resolve_with_native("silu_and_mul", lambda x: ["native", x], layer=(1,))
+    resolved = manager.resolve_with_native("silu_and_mul", lambda x: ["native", x], layer=[(1,), (2,)])
     assert resolved.decision.impl_id == "vendor.acme"
     before = len(asked_of(library))
     assert [resolved.fn(x) for x in (1, 7)] == [["silu", 1], ["silu", 7]]
     assert len(asked_of(library)) == before
-    other = manager.resolve_with_native("silu_and_mul", lambda x: ["native", x], layer=(7,))
+    other = manager.resolve_with_native("silu_and_mul", lambda x: ["native", x], layer=[(7,)])
     assert other.fn(1) == ["native", 1]
     (refused,) = [c for c in other.decision.candidates if c.impl_id == "vendor.acme"]
     assert (refused.status, refused.reason) == ("not-this-layer", "does not take this layer's inputs: seven")
+    both = manager.resolve_with_native("silu_and_mul", lambda x: ["native", x], layer=[(1,), (7,)])
+    assert [both.fn(x) for x in (1, 7)] == [["silu", 1], ["native", 7]], (
+        "it answers a layer's calls differently"
+    )
+    assert (resolved.is_settled, both.is_settled) == (True, False)

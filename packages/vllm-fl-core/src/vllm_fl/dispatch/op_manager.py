@@ -40,6 +40,7 @@ from vllm_fl.dispatch.types import NATIVE
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Mapping
+    from collections.abc import Sequence
 
     from vllm_fl.dispatch.decision import Decision
     from vllm_fl.dispatch.policy import SelectionPolicy
@@ -171,7 +172,7 @@ class OpManager(Tables):
         *,
         only_traceable: bool = False,
         wrap: Callable[[Candidate], Candidate] | None = None,
-        layer: tuple[Any, ...] | None = None,
+        layer: Sequence[tuple[Any, ...]] = (),
     ) -> Resolved:
         """Resolve an operator for a layer of vLLM, which has a path of its own.
 
@@ -182,8 +183,8 @@ class OpManager(Tables):
             only_traceable: leave out of ``fn`` what Dynamo cannot trace, unless
                 it is the first choice.
             wrap: applied to every candidate but the native one.
-            layer: all arguments of a call of this layer, in the contract's order. They
-                are given to each ``supports_layer``, which is then asked at no call.
+            layer: calls of this layer, all arguments of each in the contract's order. Where
+                a ``supports_layer`` answers them alike, it is asked at no call.
         """
         self.ensure_initialized()
         policy = self._policy_in_force()
@@ -193,7 +194,7 @@ class OpManager(Tables):
             operator = snapshot.operators.get(op_name)
             writes = operator.mutates if operator else ()
             candidate = Candidate(NATIVE, native, writes=writes, traceable=True)
-        asked = Asked(native is not None, only_traceable, layer)
+        asked = Asked(native is not None, only_traceable, tuple(layer))
         return self._resolve(op_name, policy, snapshot, asked, candidate, wrap)
 
     def _resolve(

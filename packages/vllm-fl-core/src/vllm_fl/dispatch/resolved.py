@@ -15,6 +15,7 @@ from vllm_fl.dispatch._log import get_logger
 from vllm_fl.dispatch._text import printable
 from vllm_fl.dispatch.selection import called_in_order
 from vllm_fl.dispatch.selection import entries_of
+from vllm_fl.dispatch.selection import is_settled
 from vllm_fl.dispatch.tuned import by_shape
 from vllm_fl.dispatch.tuned import reordered
 from vllm_fl.dispatch.types import NATIVE
@@ -45,11 +46,13 @@ class Resolved:
         fn: takes the operator's arguments.
         decision: what it is and why.
         candidates: what ``fn`` is made of, in order.
+        is_settled: a candidate was asked once for the layer, and is asked less at each call.
     """
 
     fn: Callable[..., Any]
     decision: Decision
     candidates: tuple[_guard.Candidate, ...]
+    is_settled: bool = False
 
 
 def build(
@@ -79,15 +82,16 @@ def build(
     operator = snapshot.operators.get(op_name)
 
     def made(its: Decision) -> Resolved:
-        candidates = []
+        candidates, settled = [], []
         for impl in called_in_order(its, snapshot, asked):
             if impl is not None:
-                candidate = _candidate(impl, operator, is_asked=asked.layer is not None)
+                settled.append(is_settled(impl, operator, asked))
+                candidate = _candidate(impl, operator, is_asked=settled[-1])
                 candidates.append(wrap(candidate) if wrap else candidate)
             elif native is not None:
                 candidates.append(replace(native, fn=trace.recorded(op_name, NATIVE, native.fn)))
         fn = _guard.build(op_name, operator, candidates, failures, strict=strict)
-        return Resolved(fn, its, tuple(candidates))
+        return Resolved(fn, its, tuple(candidates), any(settled))
 
     default = made(decision)
     entries = entries_of(op_name, measured, snapshot, asked)

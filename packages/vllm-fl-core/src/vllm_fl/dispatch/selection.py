@@ -21,6 +21,7 @@ from vllm_fl.dispatch.errors import UnknownOperatorError
 from vllm_fl.dispatch.policy.packaged import effective
 from vllm_fl.dispatch.tuned import reordered
 from vllm_fl.dispatch.types import NATIVE
+from vllm_fl.dispatch.types import load
 from vllm_fl.dispatch.types import match_token
 
 if TYPE_CHECKING:
@@ -42,13 +43,14 @@ class Asked:
     Attributes:
         with_native: vLLM's own path is a candidate.
         only_traceable: what Dynamo cannot trace is left out, unless it is the first choice.
-        layer: all arguments of a call of one layer, in the contract's order, where it is
-            chosen for one: ``supports_layer`` is asked of them, and at no call.
+        layer: calls of one layer, all arguments of each in the contract's order, where it is
+            chosen for one. ``supports_layer`` is asked of them; where it answers alike, it is
+            asked at no call.
     """
 
     with_native: bool = False
     only_traceable: bool = False
-    layer: tuple[Any, ...] | None = None
+    layer: tuple[tuple[Any, ...], ...] = ()
 
 
 def decide(
@@ -119,7 +121,11 @@ def _in_its_form(
     called = called_in_order(decision, snapshot, asked)
     first = called[0]
     is_asked = first is not None and (
-        first.supports is not None or (first.supports_layer is not None and asked.layer is None)
+        first.supports is not None
+        or (
+            first.supports_layer is not None
+            and not is_settled(first, snapshot.operators.get(decision.op_name), asked)
+        )
     )
     is_plain = not is_asked and (policy.strict or len(called) == 1)
     return replace(decision, form="plain" if is_plain else "guard")
@@ -186,12 +192,25 @@ def _rejection(
     problem = _problem_of_what_was_loaded(impl, fn, predicates, operator)
     if problem:
         return status.UNAVAILABLE, problem
-    if asked.layer is not None and impl.supports_layer is not None:
-        ask = adapt(operator, predicates[0], is_predicate=True)
-        reason = refusal(ask, asked.layer, {})
-        if reason is not None:
-            return status.NOT_THIS_LAYER, f"does not take this layer's inputs: {reason}"
+    reasons = answers_for_the_layer(impl, operator, asked)
+    if reasons and all(reasons):
+        return status.NOT_THIS_LAYER, f"does not take this layer's inputs: {reasons[0]}"
     return None
+
+
+def answers_for_the_layer(impl: OpImpl, operator: Operator | None, asked: Asked) -> list[str | None]:
+    """Ask ``supports_layer`` of a layer's calls; a reason for each that is refused, None for the others."""
+    if impl.supports_layer is None or operator is None:
+        return []
+    ask = adapt(operator, load(impl.supports_layer), is_predicate=True)
+    calls = [operator.call_of(operator.bind(arguments, {})) for arguments in asked.layer]
+    return [refusal(ask, tuple(positional), keywords) for positional, keywords in calls]
+
+
+def is_settled(impl: OpImpl, operator: Operator | None, asked: Asked) -> bool:
+    """Whether ``supports_layer`` has agreed to all calls of a layer, and is asked no more."""
+    reasons = answers_for_the_layer(impl, operator, asked)
+    return bool(reasons) and not any(reasons)
 
 
 def _problem_of_what_was_loaded(

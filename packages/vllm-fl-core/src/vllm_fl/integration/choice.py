@@ -58,12 +58,14 @@ class _Choice:
         note: what the log says more, or why it is vLLM's own.
         form: the form of what a layer calls.
         make: returns what a layer calls; None for vLLM's own path.
+        is_settled: it was asked once for the layer, and a call with another dtype is not its.
     """
 
     impl_id: str
     note: str
     form: str = "plain"
     make: Callable[[Layer], Callable[..., Any]] | None = None
+    is_settled: bool = False
 
 
 #: What has been decided under a frozen plan, by the kind of layer. Another plan begins anew.
@@ -102,7 +104,7 @@ def decide(layer: Layer) -> None:
         function = choice.make(layer)
         if record is not None or not is_known:
             seam.note_served(layer.name, layer.op_name, choice.impl_id, choice.form, choice.note)
-        layer.serve(function, is_opaque=choice.form == "opaque")
+        layer.serve(function, is_opaque=choice.form == "opaque", is_settled=choice.is_settled)
     except Exception as error:  # noqa: BLE001 - what is not contained is raised again
         seam.contain(layer.name, error)
 
@@ -173,13 +175,14 @@ class _Choosing:
                 return found
 
     def _resolved(self, layer: Layer, watch: _Watch | None = None) -> Resolved:
-        """Resolve the operator for a layer.
-
-        Every predicate is asked at every call. Where one is to be asked once for a layer, this is
-        the place to give it the layer's arguments.
-        """
-        own, is_traced = self._own_path(layer, watch), self.is_traced
-        return self.manager.resolve_with_native(self.op_name, own, only_traceable=is_traced, wrap=watch)
+        """Resolve the operator for a layer, which answers once what never changes for it."""
+        return self.manager.resolve_with_native(
+            self.op_name,
+            self._own_path(layer, watch),
+            only_traceable=self.is_traced,
+            wrap=watch,
+            layer=layer.asked_once(),
+        )
 
     def _own_path(self, layer: Layer, watch: _Watch | None) -> Callable[..., Any]:
         own = layer.own_path()
@@ -220,7 +223,7 @@ class _Choosing:
             return None
         warn_of_the_reference(layer.name, op_name, first)
         make = self._for_the_kind(layer, watch if is_opaque else None)
-        return _Choice(first, self._noted(layer, first, trial), form, make)
+        return _Choice(first, self._noted(layer, first, trial), form, make, watched.is_settled)
 
     def _raise_what_ends_the_start(self, first: str, error: Exception, *, has_native: bool) -> None:
         is_alone = not is_one_of_several_ranks()

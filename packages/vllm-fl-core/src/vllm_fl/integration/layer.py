@@ -44,6 +44,8 @@ class Layer(ABC):
         fixed: the operator's keyword arguments, which are fixed for a layer.
         operator: the operator as this layer calls it; None where the layer is vLLM's own.
         is_opaque: a compiler does not look into ``operator``.
+        dtype: that of the input for which ``operator`` was chosen, where what it needs was asked
+            once for the layer; any other input goes vLLM's own path. None: asked at every call.
     """
 
     module: ClassVar[str]
@@ -64,6 +66,7 @@ class Layer(ABC):
         self.fixed: dict[str, Any] = {}
         self.operator: Any = None
         self.is_opaque = False
+        self.dtype: torch.dtype | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``operator`` with the arguments of vLLM's forward, and return what that returns."""
@@ -81,15 +84,24 @@ class Layer(ABC):
         of a class with the same ones get the same.
         """
 
+    def asked_once(self) -> list[tuple[Any, ...]]:
+        """Return calls with the dtypes, devices and last dimensions of every call of this layer.
+
+        The first argument's dtype may differ all the same: :meth:`forward` compares it with
+        ``dtype``. Empty where the layer does not know them: then each call is asked.
+        """
+        return []
+
     def refuses(self) -> str | None:
         """Say why this layer needs vLLM's own path, or return None."""
         return None
 
     # -- what is called ------------------------------------------------------------
 
-    def serve(self, operator: Callable[..., Any], *, is_opaque: bool) -> None:
+    def serve(self, operator: Callable[..., Any], *, is_opaque: bool, is_settled: bool = False) -> None:
         """Let the layer call the operator from now on."""
         self.operator, self.is_opaque = operator, is_opaque
+        self.dtype = self.asked_once()[0][0].dtype if is_settled else None
         is_direct = type(self).forward is Layer.forward
         setattr(self.owner, self.attribute, operator if is_direct else self.forward)
 

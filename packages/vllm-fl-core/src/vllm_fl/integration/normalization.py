@@ -23,6 +23,8 @@ class RMSNorm(Layer):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Add the weight, where the layer has one, and epsilon."""
+        if self.dtype is not None and x.dtype is not self.dtype:
+            return self.native(x, residual, None, self.epsilon)
         layer = self.layer
         has_weight = layer.pass_weight if residual is None else layer.pass_weight_add
         weight = layer.weight.data if has_weight else None
@@ -37,6 +39,10 @@ class RMSNorm(Layer):
         weight = self.layer.weight.data.clone()
         x = torch.ones(1, weight.shape[0], device=weight.device)
         return [(x.clone(), None, weight, self.epsilon), (x.clone(), x, weight, self.epsilon)]
+
+    def asked_once(self) -> list[tuple[Any, ...]]:
+        """Return both examples: the layer knows its width, and is made with the model's dtype."""
+        return self.examples()
 
     def refuses(self) -> str | None:
         """Refuse a mean square over a part of the row."""
@@ -53,6 +59,8 @@ class GemmaRMSNorm(RMSNorm):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         """Add the weight that the operator multiplies by, and epsilon."""
+        if self.dtype is not None and x.dtype is not self.dtype:
+            return self.native(x, residual, None, self.epsilon)
         return self.operator(x, residual, self.layer.weight.float() + 1.0, self.epsilon)
 
 

@@ -32,6 +32,8 @@ class RotaryEmbedding(Layer):
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Rotate in place, but where a compiler sees through the implementation."""
+        if self.dtype is not None and query.dtype is not self.dtype:
+            return self.own(positions, query, key)  # type: ignore[no-any-return]
         cache = self.layer._match_cos_sin_cache_dtype(query)
         is_compiling = torch.compiler.is_compiling()
         if is_compiling:
@@ -84,6 +86,11 @@ class RotaryEmbedding(Layer):
         query = torch.ones(1, 2, self.head_size, dtype=cache.dtype, device=cache.device)
         positions = torch.zeros(1, dtype=torch.int64, device=cache.device)
         return [(query, query[:, :1].clone(), cos, sin, positions, self.is_interleaved, True, cache)]
+
+    def asked_once(self) -> list[tuple[Any, ...]]:
+        """Return a call with a key and one without: the head's size and the table are the layer's."""
+        (call,) = self.examples()
+        return [call, (call[0], None, *call[2:])]
 
 
 def _rows(x: torch.Tensor, *, is_new: bool) -> torch.Tensor:
