@@ -121,7 +121,7 @@ def test_lists_of_layers_and_vllms_own_switch(qwen3: Checkpoint, evidence: Evide
 
 def test_what_would_be_faster_is_said_once(qwen3: Checkpoint, evidence: Evidence) -> None:
     """Where torch sees an accelerator: here it sees none, so that its answer is given."""
-    setup = "from vllm_fl.dispatch import _runtime\n_runtime.has_accelerator = lambda: True\n"
+    setup = "from vllm_fl.dispatch.calling import torch_state\ntorch_state.has_accelerator = lambda: True\n"
     result = run_vllm(qwen3, env=evidence.env(), setup=setup).checked()
     assert result.tokens == qwen3.golden
     (line,) = [line for line in result.log.splitlines() if " WARNING " in line and "vllm-fl: " in line]

@@ -493,13 +493,13 @@ def test_the_reference_is_a_warning_only_where_something_is_faster(
     warns: bool,
 ) -> None:
     from vllm_fl.dispatch import SelectionPolicy
-    from vllm_fl.dispatch import _runtime
     from vllm_fl.dispatch import get_default_manager
     from vllm_fl.dispatch import policy_context
+    from vllm_fl.dispatch.calling import torch_state
     from vllm_fl.integration import choice
     from vllm_fl.integration import seam
 
-    monkeypatch.setattr(_runtime, "has_accelerator", lambda: accelerator)
+    monkeypatch.setattr(torch_state, "has_accelerator", lambda: accelerator)
     monkeypatch.setattr(seam, "said", set())
     monkeypatch.setattr(choice.logger, "propagate", True)
     get_default_manager().ensure_initialized()

@@ -190,14 +190,17 @@ def _asked(**env: str) -> list[Any]:
 def test_without_a_description_vllm_is_as_before() -> None:
     platform, imported, handed_on = _asked()
     assert platform == "CpuPlatform"
-    assert imported == ["vllm_fl.platform"]
+    assert imported == ["vllm_fl.platform", "vllm_fl.platform.names"]
     assert handed_on is None
 
 
 def test_a_description_makes_way_for_vllms_own_platform(site: Path) -> None:
     platform, imported, handed_on = _asked(PYTHONPATH=_before(site), VLLM_FL_TEMPLATE_ENABLED="1")
     assert platform == "CpuPlatform"
-    assert imported == [f"vllm_fl.platform{name}" for name in ("", ".choice", ".description", ".errors")]
+    loaded = ("", ".choice", ".description", ".errors", ".names")
+    assert imported == [f"vllm_fl.platform{name}" for name in loaded]
+        f"vllm_fl.platform{name}" for name in ("", ".choice", ".description", ".errors", ".names")
+    ]
     # Its children do not ask again.
     assert handed_on == "none"
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 import vllm_fl
-from vllm_fl.dispatch import _watch
 from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch.backend import forget_availability
+from vllm_fl.dispatch.common import slow_blocks
 from vllm_fl.dispatch.policy import in_force
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def fresh_dispatch(
     # The lines of a help are those of a terminal of the usual width, whichever this is.
     monkeypatch.setenv("COLUMNS", "80")
     # On a busy machine anything may be slow; who tests the warning sets its own time.
-    monkeypatch.setattr(_watch, "SLOW_SECONDS", 3600.0)
+    monkeypatch.setattr(slow_blocks, "SLOW_SECONDS", 3600.0)
     _forget()
     yield
     _forget()

@@ -204,12 +204,12 @@ def test_a_wrong_configuration_is_a_problem_and_no_traceback(
 def test_a_fault_of_ours_is_exit_code_3(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from vllm_fl.cli import inspect
+    from vllm_fl.cli import list_and_explain
 
     def fail(*_: object) -> list[dict[str, object]]:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(inspect, "plugin_rows", fail)
+    monkeypatch.setattr(list_and_explain, "plugin_rows", fail)
     assert main(["list", "--json"]) == 3
     said = capfd.readouterr()
     assert said.out == ""

@@ -20,8 +20,6 @@ from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import OpImpl
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
-from vllm_fl.dispatch import _fork
-from vllm_fl.dispatch import _work
 from vllm_fl.dispatch import call_op
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import implementation
@@ -29,7 +27,9 @@ from vllm_fl.dispatch import manager as manager_module
 from vllm_fl.dispatch import policy_from_config
 from vllm_fl.dispatch import reset_global_policy
 from vllm_fl.dispatch import resolve_op
+from vllm_fl.dispatch import shared_work
 from vllm_fl.dispatch.backend import forget_availability
+from vllm_fl.dispatch.common import fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -278,7 +278,7 @@ def register(registry):
 def test_a_plugin_waits_for_a_call_in_a_way_that_cannot_be_seen(
     conductor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_plugins: None
 ) -> None:
-    monkeypatch.setattr(_work, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(shared_work, "PATIENCE_SECONDS", 0.3)
     conductor.results = []
     module(
         tmp_path,
@@ -390,7 +390,7 @@ def test_two_backends_that_need_each_other(manager: OpManager) -> None:
 
 def test_a_backend_that_is_slow_is_waited_for(manager: OpManager, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a wait that is too long ends, and with the name of what it was for."""
-    monkeypatch.setattr(_work, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(shared_work, "PATIENCE_SECONDS", 0.2)
     is_asked, may_answer = threading.Event(), threading.Event()
 
     class Slow(Backend):
@@ -408,7 +408,7 @@ def test_a_backend_that_is_slow_is_waited_for(manager: OpManager, monkeypatch: p
     assert is_asked.wait(SECONDS)
     with pytest.raises(DispatchError, match=r"Slow\.is_available\(\) has kept thread 'Thread-\d+ "):
         Running(call_op, OP, 1).result()
-    monkeypatch.setattr(_work, "PATIENCE_SECONDS", float(SECONDS))
+    monkeypatch.setattr(shared_work, "PATIENCE_SECONDS", float(SECONDS))
     waiting = Running(call_op, OP, 1)
     may_answer.set()
     assert (asking.result(), waiting.result(), call_op(OP, 1)) == ("slow", "slow", "slow")
@@ -457,7 +457,7 @@ class Held:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     found = Held()
-    enter, leave = _fork.ForkSafeLock.__enter__, _fork.ForkSafeLock.__exit__
+    enter, leave = fork.ForkSafeLock.__enter__, fork.ForkSafeLock.__exit__
 
     def entered(lock: Any) -> None:
         enter(lock)
@@ -467,8 +467,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
         found.add(-1)
         leave(lock, *error)
 
-    monkeypatch.setattr(_fork.ForkSafeLock, "__enter__", entered)
-    monkeypatch.setattr(_fork.ForkSafeLock, "__exit__", left)
+    monkeypatch.setattr(fork.ForkSafeLock, "__enter__", entered)
+    monkeypatch.setattr(fork.ForkSafeLock, "__exit__", left)
     builtins.look = found.look  # type: ignore[attr-defined]
 
     class Handler(logging.Handler):

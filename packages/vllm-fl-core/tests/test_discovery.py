@@ -23,11 +23,11 @@ from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_discovered_plugins
 from vllm_fl.dispatch import get_policy
-from vllm_fl.dispatch import plugin_loading
 from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch import reset_default_manager
 from vllm_fl.dispatch import reset_global_policy
-from vllm_fl.dispatch._installed import version_of
+from vllm_fl.dispatch.common.distributions import version_of
+from vllm_fl.dispatch.plugins import loading
 from vllm_fl.dispatch.wheels import known_wheels
 
 if TYPE_CHECKING:
@@ -475,19 +475,19 @@ def test_an_api_that_is_no_number(site: Site, value: str) -> None:
 
 
 def test_this_api(site: Site) -> None:
-    site.wheel("acme", f"VLLM_FL_PLUGIN_API = {plugin_loading.PLUGIN_API_VERSION}\n{RIGHT}")
+    site.wheel("acme", f"VLLM_FL_PLUGIN_API = {loading.PLUGIN_API_VERSION}\n{RIGHT}")
     assert discover()[1]["acme"].success
 
 
 def test_the_policy_for_plugin_apis() -> None:
     """A core takes its own and the one before; docs/releasing.md says so to vendors."""
-    assert max(1, plugin_loading.PLUGIN_API_VERSION - 1) == plugin_loading.OLDEST_PLUGIN_API_VERSION
+    assert max(1, loading.PLUGIN_API_VERSION - 1) == loading.OLDEST_PLUGIN_API_VERSION
 
 
 @pytest.mark.parametrize("newest", [2, 3])
 def test_a_plugin_of_the_api_before(site: Site, monkeypatch: pytest.MonkeyPatch, newest: int) -> None:
-    monkeypatch.setattr(plugin_loading, "PLUGIN_API_VERSION", newest)
-    monkeypatch.setattr(plugin_loading, "OLDEST_PLUGIN_API_VERSION", newest - 1)
+    monkeypatch.setattr(loading, "PLUGIN_API_VERSION", newest)
+    monkeypatch.setattr(loading, "OLDEST_PLUGIN_API_VERSION", newest - 1)
     for api in range(newest + 2):
         site.wheel(f"of{api}", f"VLLM_FL_PLUGIN_API = {api}\n{RIGHT}")
     manager, records = discover()

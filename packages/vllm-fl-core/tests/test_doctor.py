@@ -17,7 +17,7 @@ import pytest
 
 import vllm_fl
 from vllm_fl.cli.doctor import CHECKS
-from vllm_fl.dispatch._installed import copies
+from vllm_fl.dispatch.common.distributions import copies
 
 IMPL = (
     "from vllm_fl.dispatch import BackendImplKind, OpImpl\n"
@@ -412,8 +412,8 @@ def test_two_active_vendors(place: Place) -> None:
 
 def test_what_runs_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has an accelerator: here it has none, so that its answer is given."""
-    from vllm_fl.doctor import apart
     from vllm_fl.doctor import checks
+    from vllm_fl.doctor import probe_process
 
     def decision(op_name: str, impl_id: str, kind: str) -> dict[str, Any]:
         return {"op_name": op_name, "impl_id": impl_id, "candidates": [{"kind": kind}]}
@@ -430,7 +430,7 @@ def test_what_runs_on_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
             "packaged": [],
         },
     }
-    monkeypatch.setattr(apart, "ask", lambda question, **_: apart.Answer(answers[question]))
+    monkeypatch.setattr(probe_process, "ask", lambda question, **_: probe_process.Answer(answers[question]))
     (found,) = checks.operators(checks.Examination(1))
     assert (found.status, found.what) == ("warn", "the reference serves rms_norm")
     assert "pip install vllm-plugin-cuda" in found.mend

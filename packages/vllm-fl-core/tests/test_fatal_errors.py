@@ -15,13 +15,13 @@ from vllm_fl.dispatch import OpImpl
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import RefusedBeforeWriting
-from vllm_fl.dispatch import _fatal
-from vllm_fl.dispatch._fatal import is_fatal
+from vllm_fl.dispatch.calling import fatal
+from vllm_fl.dispatch.calling.fatal import is_fatal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-TABLE = json.loads(Path(_fatal.__file__).with_name("fatal_errors.json").read_text("utf-8"))
+TABLE = json.loads(Path(fatal.__file__).with_name("fatal_errors.json").read_text("utf-8"))
 
 #: As the libraries and torch's builds for their devices print them.
 DEAD = [

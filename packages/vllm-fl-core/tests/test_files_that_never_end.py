@@ -14,7 +14,7 @@ from vllm_fl.conformance.waivers import read
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import call_op
 from vllm_fl.dispatch import policy_from_config
-from vllm_fl.dispatch._installed import text_of
+from vllm_fl.dispatch.common.distributions import text_of
 from vllm_fl.dispatch.discovery import _name_and_version
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from vllm_fl.dispatch import OpImpl
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import SelectionPolicy
-from vllm_fl.dispatch import _fork
 from vllm_fl.dispatch import availability as availability_module
 from vllm_fl.dispatch import call_op
 from vllm_fl.dispatch import discovery
@@ -38,6 +37,7 @@ from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch import resolve_op
 from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import trace
+from vllm_fl.dispatch.common import fork
 from vllm_fl.dispatch.policy import in_force as policy_module
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def answer_of(pid: int, reader: int) -> Any:
 
 
 @contextmanager
-def held_by_another_thread(*locks: _fork.ForkSafeLock) -> Iterator[None]:
+def held_by_another_thread(*locks: fork.ForkSafeLock) -> Iterator[None]:
     held, release = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -213,20 +213,20 @@ def test_these_are_all_locks() -> None:
         for path in source.rglob("*.py")
         if any(f"threading.{kind}(" in path.read_text() for kind in ("Lock", "RLock", "Condition"))
     ]
-    assert others == ["_fork.py"]
+    assert others == ["fork.py"]
 
 
 @pytest.mark.parametrize("name", LOCKS)
 def test_it_would_hang_without_the_renewing(
     manager: OpManager, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_fork, "_hooks", {})
+    monkeypatch.setattr(fork, "_hooks", {})
     with held_by_another_thread(LOCKS[name](manager)), pytest.raises(HungError):
         in_child(use_everything, seconds=1)
 
 
 def test_a_lock_is_reentrant_after_a_fork() -> None:
-    lock = _fork.ForkSafeLock()
+    lock = fork.ForkSafeLock()
 
     def reenter() -> list[bool]:
         with lock:
@@ -443,7 +443,7 @@ def test_a_pid_is_compared_where_no_hook_ran(manager: OpManager, monkeypatch: py
 
 def test_managers_are_held_weakly() -> None:
     gc.collect()
-    before = len(_fork._hooks)
+    before = len(fork._hooks)
     managers = [OpManager(OpRegistry()) for _ in range(50)]
     for manager in managers:
         manager.registry.register_impl(OpImpl("silu_and_mul", "vendor.a", VENDOR, lambda x: x, "a"))
@@ -451,16 +451,16 @@ def test_managers_are_held_weakly() -> None:
         manager.resolve("silu_and_mul")
     refs = [weakref.ref(manager) for manager in managers]
     registries = [weakref.ref(manager.registry) for manager in managers]
-    assert len(_fork._hooks) > before
+    assert len(fork._hooks) > before
     del managers, manager
     gc.collect()
     assert [ref for ref in refs + registries if ref() is not None] == []
-    assert len(_fork._hooks) == before
+    assert len(fork._hooks) == before
 
 
 def test_no_hook_is_lost_when_threads_register() -> None:
     """A lock whose hook is lost hangs a child once in a long while."""
-    kept: list[list[_fork.ForkSafeLock]] = []
+    kept: list[list[fork.ForkSafeLock]] = []
     barrier = threading.Barrier(8)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -469,8 +469,8 @@ def test_no_hook_is_lost_when_threads_register() -> None:
         barrier.wait(300)
         mine = []
         for _ in range(200):
-            mine.append(_fork.ForkSafeLock())
-            _fork.ForkSafeLock()  # dies at once
+            mine.append(fork.ForkSafeLock())
+            fork.ForkSafeLock()  # dies at once
         kept.append(mine)
 
     threads = [threading.Thread(target=make) for _ in range(8)]
@@ -481,7 +481,7 @@ def test_no_hook_is_lost_when_threads_register() -> None:
             thread.join(300)
     finally:
         sys.setswitchinterval(interval)
-    hooked = {id(ref()) for ref, _ in list(_fork._hooks.values())}
+    hooked = {id(ref()) for ref, _ in list(fork._hooks.values())}
     assert len(kept) == 8
     assert {id(lock) for mine in kept for lock in mine} <= hooked
 

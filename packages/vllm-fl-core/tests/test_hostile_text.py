@@ -20,9 +20,9 @@ from vllm_fl.cli.output import Output
 from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import call_op
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch._log import get_logger
-from vllm_fl.dispatch._text import printable
-from vllm_fl.dispatch._text import printable_lines
+from vllm_fl.dispatch.common.log import get_logger
+from vllm_fl.dispatch.common.text import printable
+from vllm_fl.dispatch.common.text import printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,7 +18,6 @@ from vllm_fl.dispatch import OpImpl
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import SelectionPolicy
-from vllm_fl.dispatch import _log
 from vllm_fl.dispatch import availability as availability_module
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import manager as manager_module
@@ -28,6 +27,7 @@ from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import with_denied_vendors
 from vllm_fl.dispatch import with_strict_mode
 from vllm_fl.dispatch.backend import forget_availability
+from vllm_fl.dispatch.common import log
 from vllm_fl.dispatch.policy import packaged
 from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.policy.packaged import effective
@@ -46,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("no_plugins")
 
 @pytest.fixture(autouse=True)
 def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_log, "_said", set())
+    monkeypatch.setattr(log, "_said", set())
 
 
 def backend(vendor: str, defaults: Any, *, available: bool = True) -> Backend:

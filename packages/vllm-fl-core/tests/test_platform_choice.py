@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.platform import VARIABLE
 from vllm_fl.platform import choice
 from vllm_fl.platform import platform
 from vllm_fl.platform.choice import Installed
 from vllm_fl.platform.choice import choose
 from vllm_fl.platform.description import Chip
 from vllm_fl.platform.errors import PlatformError
+from vllm_fl.platform.names import VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from vllm_fl.doctor.apart import Answer
 from vllm_fl.doctor.platform import platform
-from vllm_fl.platform import VARIABLE
+from vllm_fl.doctor.probe_process import Answer
 from vllm_fl.platform import bind
 from vllm_fl.platform import choice
 from vllm_fl.platform import report
+from vllm_fl.platform.names import VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -19,7 +19,6 @@ from vllm_fl.dispatch import PREFER_REFERENCE
 from vllm_fl.dispatch import PREFER_VENDOR
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import SelectionPolicy
-from vllm_fl.dispatch import _log
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import policy_context
@@ -31,6 +30,7 @@ from vllm_fl.dispatch import with_allowed_vendors
 from vllm_fl.dispatch import with_denied_vendors
 from vllm_fl.dispatch import with_preference
 from vllm_fl.dispatch import with_strict_mode
+from vllm_fl.dispatch.common import log
 from vllm_fl.dispatch.environment import boolean
 from vllm_fl.dispatch.policy.keys import KEYS
 
@@ -540,7 +540,7 @@ def test_denying_who_is_not_here_is_one_line(
     hint: str,
 ) -> None:
     """One list is for every server of a fleet."""
-    monkeypatch.setattr(_log, "_said", set())
+    monkeypatch.setattr(log, "_said", set())
     place = deny(name, tmp_path, monkeypatch)
     for _ in range(2):
         assert not get_policy().is_vendor_allowed(name.removeprefix("+"))

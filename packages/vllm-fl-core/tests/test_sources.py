@@ -210,13 +210,13 @@ def test_the_variables_that_a_plugin_says_it_reads(tmp_path: Path, plan: Callabl
 
 
 def test_a_file_that_goes_away_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_fl.dispatch import _sources
+    from vllm_fl.dispatch import code_digests
 
     _write(tmp_path, {"acme_gone/__init__": "", "acme_gone/one": "A = 1"})
     monkeypatch.syspath_prepend(tmp_path)
-    whole = _sources.digests(["acme_gone.one"])
+    whole = code_digests.digests(["acme_gone.one"])
     (tmp_path / "acme_gone" / "two.py").symlink_to(tmp_path / "nowhere.py")
     (tmp_path / "acme_gone" / "loop").symlink_to(tmp_path / "acme_gone")
-    assert set(_sources.digests(["acme_gone"])) == set(whole) == {"acme_gone"}
+    assert set(code_digests.digests(["acme_gone"])) == set(whole) == {"acme_gone"}
     shutil.rmtree(tmp_path / "acme_gone")
-    assert _sources.digests(["acme_gone"]) == {"acme_gone": "unreadable"}
+    assert code_digests.digests(["acme_gone"]) == {"acme_gone": "unreadable"}

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from vllm_fl.dispatch._suggest import did_you_mean
-from vllm_fl.dispatch._suggest import shown
-from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.common.suggest import did_you_mean
+from vllm_fl.dispatch.common.suggest import shown
+from vllm_fl.dispatch.common.suggest import suggest
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from vllm_fl.dispatch._fork import ForkSafeLock
+    from vllm_fl.dispatch.common.fork import ForkSafeLock
 
 OP = "silu_and_mul"
 SECONDS = 120

@@ -15,8 +15,8 @@ import pytest
 import vllm_fl
 from vllm_fl.cli import main
 from vllm_fl.dispatch import PolicyError
-from vllm_fl.dispatch import _records
 from vllm_fl.dispatch import trace
+from vllm_fl.dispatch import trace_files
 
 #: Counts one call in this process, and one in a child by each of two ways to start it.
 CHILD = """
@@ -153,7 +153,7 @@ def test_a_name_that_is_taken_is_not_written_through(tmp_path: Path, monkeypatch
     part = tmp_path / f".x.json.{'00' * 8}.part"
     part.symlink_to(victim)
     with pytest.raises(FileExistsError):
-        _records.write(tmp_path, "x.json", "theirs")
+        trace_files.write(tmp_path, "x.json", "theirs")
     assert victim.read_text() == "mine"
     assert part.is_symlink()  # nor is it taken away
 

@@ -15,9 +15,9 @@ from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import SelectionPolicy
-from vllm_fl.dispatch import _runtime
 from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch import policy_from_config
+from vllm_fl.dispatch.calling import torch_state
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -116,7 +116,7 @@ def test_a_failure_costs_the_one_that_fails() -> None:
 
 
 def test_traced_code_looks_at_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_runtime, "tracing_probe", lambda: lambda: True)
+    monkeypatch.setattr(torch_state, "tracing_probe", lambda: lambda: True)
     manager = _manager()
     with policy_context(_policy()):
         assert manager.call(OP, Tensor(1, 8)) == FLAGOS

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_fl.dispatch._installed import CORE
-from vllm_fl.dispatch._installed import version_of
+from vllm_fl.dispatch.common.distributions import CORE
+from vllm_fl.dispatch.common.distributions import version_of
 
 
 def generated_by() -> str:

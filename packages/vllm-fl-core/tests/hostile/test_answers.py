@@ -11,8 +11,8 @@ from wheels import discover
 from wheels import lines
 from wheels import reason_of
 
-from vllm_fl.dispatch import _log
 from vllm_fl.dispatch import call_op
+from vllm_fl.dispatch.common import log
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -155,7 +155,7 @@ def test_missing(site: Site, answer: str, reason: str) -> None:
 def test_default_policy(
     site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, answer: str
 ) -> None:
-    monkeypatch.setattr(_log, "_said", set())
+    monkeypatch.setattr(log, "_said", set())
     register = "def register(registry): registry.register_backend(Acme())\n"
     site.wheel("acme", f"{HEAD}\nAcme.default_policy = {answer}\n{register}")
     assert call_op(OP, 1) == "acme"

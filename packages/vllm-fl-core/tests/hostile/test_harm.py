@@ -26,9 +26,9 @@ from vllm_fl.dispatch import Backend
 from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
-from vllm_fl.dispatch import _watch
 from vllm_fl.dispatch import call_op
 from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.common import slow_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,7 +137,7 @@ def wait_for(is_so: Callable[[], Any]) -> None:
 def test_a_plugin_that_hangs_is_named_while_it_does(
     site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_watch, "SLOW_SECONDS", 0.2)
+    monkeypatch.setattr(slow_blocks, "SLOW_SECONDS", 0.2)
     source = "import sys, threading\nsys.acme_may_go_on.wait(600)\n" + RIGHT
     site.wheel("acme", source)
     site.wheel("good")
@@ -152,7 +152,7 @@ def test_a_plugin_that_hangs_is_named_while_it_does(
         assert "VLLM_FL_PLUGINS" in line
         assert "vllm-fl doctor" in line
     finally:
-        monkeypatch.setattr(_watch, "SLOW_SECONDS", 600)  # the other may take its time
+        monkeypatch.setattr(slow_blocks, "SLOW_SECONDS", 600)  # the other may take its time
         go_on.set()
         thread.join(300)
         del sys.acme_may_go_on  # type: ignore[attr-defined]
@@ -163,7 +163,7 @@ def test_a_plugin_that_hangs_is_named_while_it_does(
 def test_a_backend_that_hangs_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_watch, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(slow_blocks, "SLOW_SECONDS", 0.1)
 
     class Slow(Backend):
         name = "slow"  # type: ignore[assignment]
@@ -186,8 +186,8 @@ def test_a_watch_tells_of_every_block_that_is_late_and_of_no_other(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Two and three together take longer than is allowed, and each has room to be held up.
-    monkeypatch.setattr(_watch, "SLOW_SECONDS", 4)
-    with _watch.Watch() as watch:
+    monkeypatch.setattr(slow_blocks, "SLOW_SECONDS", 4)
+    with slow_blocks.Watch() as watch:
         for name, late in (("one", 1), ("two", 0), ("three", 0), ("four", 2), ("five", None)):
             with watch.over(name, "advice"):
                 if late:

@@ -21,7 +21,7 @@ from vllm_fl.cli import conformance
 from vllm_fl.cli import demo
 from vllm_fl.cli import doctor
 from vllm_fl.cli import env
-from vllm_fl.cli import inspect
+from vllm_fl.cli import list_and_explain
 from vllm_fl.cli import new_vendor
 from vllm_fl.cli import policy
 from vllm_fl.cli import trace
@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="store_true", help="print the core's version")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command")
-    for module in (inspect, doctor, policy, env, demo, trace, new_vendor, conformance, bench, tune):
+    for module in (list_and_explain, doctor, policy, env, demo, trace, new_vendor, conformance, bench, tune):
         module.add_commands(commands)
     completion.add_commands(commands, parser)
     return parser

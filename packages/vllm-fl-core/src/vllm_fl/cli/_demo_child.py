@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_fl._children import end_with_parent
+from vllm_fl.child_processes import end_with_parent
 from vllm_fl.dispatch.trace import WRITE_EVERY_SECONDS
 
 

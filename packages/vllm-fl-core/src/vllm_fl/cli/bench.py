@@ -14,8 +14,8 @@ from vllm_fl.cli.output import ExitCode
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch.calling.fatal import is_fatal
+from vllm_fl.dispatch.common.foreign import describe
 
 if TYPE_CHECKING:
     import argparse

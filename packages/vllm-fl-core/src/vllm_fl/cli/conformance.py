@@ -16,9 +16,9 @@ from typing import Any
 from vllm_fl.cli.output import ExitCode
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
-from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.calling.fatal import is_fatal
+from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.dispatch.common.text import printable
 
 if TYPE_CHECKING:
     import argparse

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl._children import child
+from vllm_fl.child_processes import child
 from vllm_fl.cli import trace
 from vllm_fl.cli.model import DemoError
 from vllm_fl.cli.model import unpack_demo_model
 from vllm_fl.cli.output import Problem
-from vllm_fl.dispatch._installed import entry_points
+from vllm_fl.dispatch.common.distributions import entry_points
 from vllm_fl.dispatch.trace import merge
 
 if TYPE_CHECKING:

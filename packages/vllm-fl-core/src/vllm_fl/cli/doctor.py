@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.cli.output import ExitCode
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.common.text import printable
 from vllm_fl.doctor import checks
 from vllm_fl.doctor import installation
 from vllm_fl.doctor import platform

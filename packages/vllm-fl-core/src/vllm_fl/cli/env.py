@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.cli.inspect import plugin_rows
+from vllm_fl.cli.list_and_explain import plugin_rows
 from vllm_fl.dispatch import PLUGIN_GROUP
 from vllm_fl.dispatch import DispatchError
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
-from vllm_fl.dispatch._installed import entry_points
-from vllm_fl.dispatch._installed import name_of
-from vllm_fl.dispatch._installed import requirements_of
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.common.distributions import entry_points
+from vllm_fl.dispatch.common.distributions import name_of
+from vllm_fl.dispatch.common.distributions import requirements_of
+from vllm_fl.dispatch.common.text import printable
 from vllm_fl.dispatch.variables import known_variables
 from vllm_fl.dispatch.variables import unread_variables
 

@@ -19,9 +19,9 @@ from typing import Any
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import PLUGIN_GROUP
 from vllm_fl.dispatch import BackendImplKind
-from vllm_fl.dispatch._installed import entry_points
-from vllm_fl.dispatch._installed import name_of
-from vllm_fl.dispatch._installed import version_of
+from vllm_fl.dispatch.common.distributions import entry_points
+from vllm_fl.dispatch.common.distributions import name_of
+from vllm_fl.dispatch.common.distributions import version_of
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.wheels import known_wheels
 

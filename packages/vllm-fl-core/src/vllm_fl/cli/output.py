@@ -15,9 +15,9 @@ from typing import Literal
 from typing import TypeAlias
 
 from vllm_fl.about import generated_by
-from vllm_fl.dispatch._kept import put_back
-from vllm_fl.dispatch._text import printable
-from vllm_fl.dispatch._text import printable_lines
+from vllm_fl.dispatch.common.text import printable
+from vllm_fl.dispatch.common.text import printable_lines
+from vllm_fl.dispatch.plugins.process_state import put_back
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +108,7 @@ class Output:
         """Print for people: on stdout, or on stderr with ``--json``; in colour on a terminal.
 
         Line breaks are those of the caller: what may hold one of somebody else's goes through
-        :func:`~vllm_fl.dispatch._text.printable` before.
+        :func:`~vllm_fl.dispatch.common.text.printable` before.
         """
         if self.as_json:
             self._put_back()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.cli.inspect import warn_of_unread
+from vllm_fl.cli.list_and_explain import warn_of_unread
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
 from vllm_fl.dispatch import PolicyError
@@ -13,7 +13,7 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import match_token
 from vllm_fl.dispatch import policy_from_config
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.common.text import printable
 from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.policy.packaged import effective
 from vllm_fl.dispatch.policy.packaged import lies_below

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.common.text import printable
 from vllm_fl.dispatch.trace import ALL
 from vllm_fl.dispatch.trace import NEWEST
 from vllm_fl.dispatch.trace import merge

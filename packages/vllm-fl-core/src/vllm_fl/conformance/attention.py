@@ -18,8 +18,8 @@ from vllm_fl.conformance.paged import serve
 from vllm_fl.conformance.result import Result
 from vllm_fl.conformance.result import Status
 from vllm_fl.conformance.tensors import named
-from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch.calling.fatal import is_fatal
+from vllm_fl.dispatch.common.foreign import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -30,8 +30,8 @@ from vllm_fl.conformance.tensors import threads
 from vllm_fl.conformance.tensors import threads_for
 from vllm_fl.conformance.tensors import written
 from vllm_fl.dispatch import RefusedBeforeWriting
-from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch.calling.fatal import is_fatal
+from vllm_fl.dispatch.common.foreign import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

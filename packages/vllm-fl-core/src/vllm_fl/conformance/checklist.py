@@ -18,7 +18,7 @@ from vllm_fl.conformance.result import Status
 from vllm_fl.dispatch import Backend
 from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch import BackendPriority
-from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch.common.foreign import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,8 +27,8 @@ from vllm_fl.conformance.judge import wrong
 from vllm_fl.conformance.result import Result
 from vllm_fl.conformance.result import Status
 from vllm_fl.conformance.tensors import moved
-from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch.calling.fatal import is_fatal
+from vllm_fl.dispatch.common.foreign import describe
 from vllm_fl.integration.opaque import opaque
 from vllm_fl.integration.opaque import shielded
 

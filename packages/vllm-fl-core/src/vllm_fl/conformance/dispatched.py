@@ -24,7 +24,7 @@ from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import policy_context
-from vllm_fl.dispatch._predicate import as_bool
+from vllm_fl.dispatch.calling.predicate import as_bool
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from vllm_fl.dispatch import Operator
     from vllm_fl.dispatch import OpImpl
-    from vllm_fl.dispatch._guard import Candidate
-    from vllm_fl.dispatch.resolved import Resolved
+    from vllm_fl.dispatch.callables import Resolved
+    from vllm_fl.dispatch.calling.guard import Candidate
 
 
 class AnotherRanError(RuntimeError):

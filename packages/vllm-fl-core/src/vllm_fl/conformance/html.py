@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm_fl.conformance.report import remarks
 from vllm_fl.conformance.report import worst
 from vllm_fl.conformance.result import Status
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.common.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,8 +16,8 @@ import torch
 
 from vllm_fl.about import generated_by
 from vllm_fl.conformance.result import Status
-from vllm_fl.dispatch._installed import version_of
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.common.distributions import version_of
+from vllm_fl.dispatch.common.text import printable
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_fl.dispatch import match_token
-from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.common.suggest import suggest
 from vllm_fl.dispatch.types import BackendImplKind
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from importlib import resources
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._files import read_text
-from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.common.files import read_text
+from vllm_fl.dispatch.common.suggest import suggest
 
 if TYPE_CHECKING:
     from pathlib import Path

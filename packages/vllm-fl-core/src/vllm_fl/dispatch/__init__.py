@@ -13,12 +13,12 @@ nothing for a wrong configuration: ``get_policy`` and the first call do.
 
 from __future__ import annotations
 
-from vllm_fl.dispatch._installed import PLUGIN_GROUP
-from vllm_fl.dispatch._log import get_logger
-from vllm_fl.dispatch._log import level_from_environment as _level_from_environment
-from vllm_fl.dispatch._log import set_log_level
 from vllm_fl.dispatch.backend import Backend
 from vllm_fl.dispatch.backend import implementation
+from vllm_fl.dispatch.common.distributions import PLUGIN_GROUP
+from vllm_fl.dispatch.common.log import get_logger
+from vllm_fl.dispatch.common.log import level_from_environment as _level_from_environment
+from vllm_fl.dispatch.common.log import set_log_level
 from vllm_fl.dispatch.decision import Decision
 from vllm_fl.dispatch.declaration import Operator
 from vllm_fl.dispatch.declaration import TorchForm
@@ -40,8 +40,8 @@ from vllm_fl.dispatch.op_manager import OpManager
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.ops import Operators
 from vllm_fl.dispatch.plan import Plan
-from vllm_fl.dispatch.plugin_loading import PLUGIN_API_VERSION
-from vllm_fl.dispatch.plugin_loading import PLUGIN_MODULES_ENV
+from vllm_fl.dispatch.plugins.loading import PLUGIN_API_VERSION
+from vllm_fl.dispatch.plugins.loading import PLUGIN_MODULES_ENV
 from vllm_fl.dispatch.policy import PREFER_DEFAULT
 from vllm_fl.dispatch.policy import PREFER_REFERENCE
 from vllm_fl.dispatch.policy import PREFER_VENDOR

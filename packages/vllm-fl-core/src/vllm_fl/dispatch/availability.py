@@ -11,16 +11,16 @@ import abc
 import functools
 from typing import TYPE_CHECKING
 
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._foreign import left_undone
-from vllm_fl.dispatch._foreign import raise_if_from_a_signal
-from vllm_fl.dispatch._foreign import shortened
-from vllm_fl.dispatch._fork import ForkSafeLock
-from vllm_fl.dispatch._fork import after_fork_in_child
-from vllm_fl.dispatch._suggest import shown
-from vllm_fl.dispatch._watch import Watch
-from vllm_fl.dispatch._work import Work
+from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.dispatch.common.foreign import left_undone
+from vllm_fl.dispatch.common.foreign import raise_if_from_a_signal
+from vllm_fl.dispatch.common.foreign import shortened
+from vllm_fl.dispatch.common.fork import ForkSafeLock
+from vllm_fl.dispatch.common.fork import after_fork_in_child
+from vllm_fl.dispatch.common.slow_blocks import Watch
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.errors import DispatchError
+from vllm_fl.dispatch.shared_work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.common.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

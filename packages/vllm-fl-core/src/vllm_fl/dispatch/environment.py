@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
 
 if TYPE_CHECKING:

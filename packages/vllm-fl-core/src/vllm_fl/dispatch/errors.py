@@ -6,7 +6,7 @@ fails" in :mod:`vllm_fl.dispatch.manager`.
 
 from __future__ import annotations
 
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.common.text import printable
 
 
 class DispatchError(Exception):

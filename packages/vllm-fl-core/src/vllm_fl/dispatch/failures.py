@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._foreign import is_loggable
-from vllm_fl.dispatch._fork import ForkSafeLock
-from vllm_fl.dispatch._fork import after_fork_in_child
-from vllm_fl.dispatch._log import get_logger
+from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.dispatch.common.foreign import is_loggable
+from vllm_fl.dispatch.common.fork import ForkSafeLock
+from vllm_fl.dispatch.common.fork import after_fork_in_child
+from vllm_fl.dispatch.common.log import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable

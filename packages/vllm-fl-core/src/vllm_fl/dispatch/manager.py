@@ -56,7 +56,7 @@ When one fails
    is not. With ``strict``, no copies are made, and an implementation that has no
    predicate is called without a guard, so that its refusal is raised too.
 
-The code of the second list is in :mod:`vllm_fl.dispatch._guard`.
+The code of the second list is in :mod:`vllm_fl.dispatch.calling.guard`.
 
 Threads
 =======
@@ -72,7 +72,7 @@ No lock is held while somebody else's code runs: an import, ``register()``,
 ``is_available()``, a predicate, a log handler, the text of an exception. It is run
 first, and what it gave is published if nothing has changed meanwhile. The first thread
 that needs the plugins, or a backend's answer, gets them; others wait for it without a
-lock (:mod:`vllm_fl.dispatch._work`), and where it waits for them in its turn:
+lock (:mod:`vllm_fl.dispatch.shared_work`), and where it waits for them in its turn:
 
 * A call for which a plugin waits while it is loaded, from the plugin itself, a module
   that it imports or a thread that it joins, uses what has been registered so far.
@@ -86,8 +86,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._fork import ForkSafeLock
-from vllm_fl.dispatch._refusal import note_entrance
+from vllm_fl.dispatch.calling.refusal import note_entrance
+from vllm_fl.dispatch.common.fork import ForkSafeLock
 from vllm_fl.dispatch.op_manager import OpManager
 from vllm_fl.dispatch.policy.in_force import check_names_with
 from vllm_fl.dispatch.policy.in_force import context

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch import selection
-from vllm_fl.dispatch._fork import after_fork_in_child
-from vllm_fl.dispatch._guard import Candidate
-from vllm_fl.dispatch._log import get_logger
-from vllm_fl.dispatch._log import warn_once
 from vllm_fl.dispatch.availability import provisional_answers
+from vllm_fl.dispatch.callables import build
+from vllm_fl.dispatch.callables import nothing_runs
+from vllm_fl.dispatch.callables import warn_of_degradation
+from vllm_fl.dispatch.calling.guard import Candidate
+from vllm_fl.dispatch.common.fork import after_fork_in_child
+from vllm_fl.dispatch.common.log import get_logger
+from vllm_fl.dispatch.common.log import warn_once
 from vllm_fl.dispatch.discovery import Discovery
 from vllm_fl.dispatch.errors import DispatchError
 from vllm_fl.dispatch.errors import NoImplementationError
@@ -29,9 +32,6 @@ from vllm_fl.dispatch.policy.in_force import context
 from vllm_fl.dispatch.policy.names import check_names
 from vllm_fl.dispatch.policy.packaged import effective
 from vllm_fl.dispatch.registry import OpRegistry
-from vllm_fl.dispatch.resolved import build
-from vllm_fl.dispatch.resolved import nothing_runs
-from vllm_fl.dispatch.resolved import warn_of_degradation
 from vllm_fl.dispatch.selection import Asked
 from vllm_fl.dispatch.tables import Table
 from vllm_fl.dispatch.tables import Tables
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from collections.abc import Sequence
 
+    from vllm_fl.dispatch.callables import Resolved
     from vllm_fl.dispatch.decision import Decision
     from vllm_fl.dispatch.policy import SelectionPolicy
     from vllm_fl.dispatch.registry import OpRegistrySnapshot
-    from vllm_fl.dispatch.resolved import Resolved
     from vllm_fl.dispatch.types import OpImpl
     from vllm_fl.dispatch.types import Origin
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._sources import digests
-from vllm_fl.dispatch._sources import modules_of
+from vllm_fl.dispatch.code_digests import digests
+from vllm_fl.dispatch.code_digests import modules_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,7 +30,7 @@ class Plan:
         candidates: what can run each operator, the choice first: a graph has another
             one in it where the choice refuses.
         code: a digest of the code of the core and of all those candidates, by top-level
-            package; :mod:`vllm_fl.dispatch._sources` says what it covers.
+            package; :mod:`vllm_fl.dispatch.code_digests` says what it covers.
         variables: the environment variables that plugins say they read, where set.
         fingerprint: 16 hexadecimal digits that differ where any of it does.
     """

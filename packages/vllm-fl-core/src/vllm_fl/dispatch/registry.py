@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 from typing import Any
 from typing import Protocol
 
-from vllm_fl.dispatch._binding import signature_problem
-from vllm_fl.dispatch._fork import ForkSafeLock
-from vllm_fl.dispatch._suggest import shown
-from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.backend import Backend
+from vllm_fl.dispatch.calling.binding import signature_problem
+from vllm_fl.dispatch.common.fork import ForkSafeLock
+from vllm_fl.dispatch.common.suggest import shown
+from vllm_fl.dispatch.common.suggest import suggest
 from vllm_fl.dispatch.declaration import Operator
 from vllm_fl.dispatch.declaration import declaration_of
 from vllm_fl.dispatch.errors import RegistrationError

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch import decision as status
-from vllm_fl.dispatch._binding import adapt
-from vllm_fl.dispatch._binding import signature_problem
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._foreign import raise_if_from_a_signal
-from vllm_fl.dispatch._predicate import refusal
-from vllm_fl.dispatch._suggest import suggest
 from vllm_fl.dispatch.availability import availability
+from vllm_fl.dispatch.calling.binding import adapt
+from vllm_fl.dispatch.calling.binding import signature_problem
+from vllm_fl.dispatch.calling.predicate import refusal
+from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.dispatch.common.foreign import raise_if_from_a_signal
+from vllm_fl.dispatch.common.suggest import suggest
 from vllm_fl.dispatch.decision import CandidateReport
 from vllm_fl.dispatch.decision import Decision
 from vllm_fl.dispatch.errors import UnknownOperatorError

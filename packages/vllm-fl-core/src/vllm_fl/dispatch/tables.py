@@ -11,9 +11,9 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._fork import ForkSafeLock
-from vllm_fl.dispatch._refusal import note_entrance
-from vllm_fl.dispatch._refusal import note_handed_out
+from vllm_fl.dispatch.calling.refusal import note_entrance
+from vllm_fl.dispatch.calling.refusal import note_handed_out
+from vllm_fl.dispatch.common.fork import ForkSafeLock
 from vllm_fl.dispatch.policy.in_force import context
 
 if TYPE_CHECKING:

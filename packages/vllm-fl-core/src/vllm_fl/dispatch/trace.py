@@ -19,10 +19,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch import _records
-from vllm_fl.dispatch import _runtime
-from vllm_fl.dispatch._fork import ForkSafeLock
-from vllm_fl.dispatch._fork import after_fork_in_child
+from vllm_fl.dispatch import trace_files
+from vllm_fl.dispatch.calling import torch_state
+from vllm_fl.dispatch.common.fork import ForkSafeLock
+from vllm_fl.dispatch.common.fork import after_fork_in_child
 from vllm_fl.dispatch.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 TRACE_DIR_ENV = "VLLM_FL_TRACE_DIR"
 TRACE_RUN_ENV = "VLLM_FL_TRACE_RUN"
-SCHEMA_VERSION = _records.SCHEMA_VERSION
+SCHEMA_VERSION = trace_files.SCHEMA_VERSION
 
 #: What :func:`merge` takes for a run beside its name.
 ALL, NEWEST = "all", "newest"
@@ -154,7 +154,7 @@ class Recorder:
                 ],
             }
             try:
-                _records.write(self.folder, self._name, json.dumps(record, indent=1))
+                trace_files.write(self.folder, self._name, json.dumps(record, indent=1))
             except OSError:
                 return
 
@@ -219,7 +219,7 @@ def check_folder() -> None:
 
 
 def _refuse_unsafe(folder: Path) -> None:
-    reason = _records.why_not_into(folder)
+    reason = trace_files.why_not_into(folder)
     if reason is not None:
         raise PolicyError(
             f"{TRACE_DIR_ENV}: nothing is written into {folder}: {reason}. Name a folder of your own."
@@ -241,7 +241,7 @@ def recorder() -> Recorder | None:
     with _recorder_lock:
         if _recorder is None or _recorder.folder != Path(folder):
             try:
-                _records.make_folder(Path(folder))
+                trace_files.make_folder(Path(folder))
             except OSError as error:
                 raise PolicyError(f"{TRACE_DIR_ENV}: the folder cannot be made: {error}.") from None
             _refuse_unsafe(Path(folder))
@@ -254,7 +254,7 @@ def recorded(op_name: str, impl_id: str, fn: Callable[..., Any]) -> Callable[...
     record = recorder()
     if record is None:
         return fn
-    is_tracing = _runtime.tracing_probe()
+    is_tracing = torch_state.tracing_probe()
     note_trace = on_traced
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -284,7 +284,7 @@ def merge(folder: Path, run: str = ALL) -> dict[str, Any]:
     Raises:
         LookupError: no process of this run has written a record.
     """
-    records, problems = _records.read(folder)
+    records, problems = trace_files.read(folder)
     # Those of a core that named no runs are the oldest.
     counts = Counter(record.get("run", "") for record in records)
     runs = [{"run": name, "processes": counts[name]} for name in sorted(counts)]

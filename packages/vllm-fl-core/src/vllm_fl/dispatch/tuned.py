@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING
 from typing import Any
 from typing import TypeAlias
 
-from vllm_fl.dispatch import _runtime
 from vllm_fl.dispatch import decision as status
-from vllm_fl.dispatch._suggest import did_you_mean
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.calling import torch_state
+from vllm_fl.dispatch.common.suggest import did_you_mean
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def by_shape(
     present = [one for form in operator.forms for one in form.present]
     optional = dict(zip(present, operator.places(present), strict=True))
     # Dynamo folds torch's own function to a constant and never looks at the rest.
-    is_tracing = _runtime.tracing_probe()
+    is_tracing = torch_state.tracing_probe()
 
     def layout_of(tensor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         text = "contiguous" if tensor.is_contiguous() else "strided"

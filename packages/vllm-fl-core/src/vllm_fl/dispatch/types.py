@@ -11,9 +11,9 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._foreign import unfit
-from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.availability import availability
+from vllm_fl.dispatch.common.foreign import unfit
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.errors import RegistrationError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_fl.dispatch._suggest import did_you_mean
+from vllm_fl.dispatch.common.suggest import did_you_mean
 from vllm_fl.dispatch.policy.keys import KEYS
 
 if TYPE_CHECKING:

@@ -3,5 +3,5 @@
 Each check is a function of :mod:`vllm_fl.doctor.checks` or
 :mod:`vllm_fl.doctor.installation`. What runs somebody else's code (an import of a
 plugin, a question to a backend) runs in a process of its own with a time limit
-(:mod:`vllm_fl.doctor.apart`), so that a crash in there is a finding.
+(:mod:`vllm_fl.doctor.probe_process`), so that a crash in there is a finding.
 """

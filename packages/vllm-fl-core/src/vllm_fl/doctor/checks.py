@@ -8,14 +8,14 @@ from typing import Any
 
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import discovery
-from vllm_fl.dispatch._text import printable
-from vllm_fl.dispatch.plugin_loading import PLUGIN_MODULES_ENV
-from vllm_fl.dispatch.plugin_loading import PLUGINS_ENV
+from vllm_fl.dispatch.common.text import printable
+from vllm_fl.dispatch.plugins.loading import PLUGIN_MODULES_ENV
+from vllm_fl.dispatch.plugins.loading import PLUGINS_ENV
 from vllm_fl.dispatch.variables import PREFIX
 from vllm_fl.dispatch.variables import VARIABLES
 from vllm_fl.dispatch.variables import hint
 from vllm_fl.dispatch.wheels import faster_wheels
-from vllm_fl.doctor import apart
+from vllm_fl.doctor import probe_process
 from vllm_fl.doctor.finding import FAIL
 from vllm_fl.doctor.finding import PASS
 from vllm_fl.doctor.finding import SKIP
@@ -38,13 +38,13 @@ class Examination:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self._answers: dict[tuple[str, ...], apart.Answer] = {}
+        self._answers: dict[tuple[str, ...], probe_process.Answer] = {}
         self._plugins: list[Any] | None = None
 
-    def ask(self, *question: str) -> apart.Answer:
-        """Return the answer to a question of :mod:`vllm_fl.doctor.questions`."""
+    def ask(self, *question: str) -> probe_process.Answer:
+        """Return the answer to a question of :mod:`vllm_fl.doctor.probes`."""
         if question not in self._answers:
-            self._answers[question] = apart.ask(*question, seconds=self.seconds)
+            self._answers[question] = probe_process.ask(*question, seconds=self.seconds)
         return self._answers[question]
 
     def plugins(self) -> list[Any]:
@@ -294,7 +294,7 @@ def _policy_error(examination: Examination) -> Finding | None:
     return None
 
 
-def not_asked(what: str, answer: apart.Answer) -> Finding:
+def not_asked(what: str, answer: probe_process.Answer) -> Finding:
     """Say that a question has no answer, because its process ended or hung."""
     return Finding(
         FAIL,
@@ -343,7 +343,7 @@ def workers(examination: Examination) -> list[Finding]:
             return [not_asked(f"a worker by {method}", answer)]
         if "ended" in answer.value["worker"]:
             code = answer.value["worker"]["ended"]
-            return [not_asked(f"a worker by {method}", apart.Answer(None, f"saw it end with {code}"))]
+            return [not_asked(f"a worker by {method}", probe_process.Answer(None, f"saw it end with {code}"))]
         seen[f"the front end, {method}"] = answer.value["front end"]
         seen[f"a worker by {method}"] = answer.value["worker"]
     fingerprint = answer.value["worker"]["fingerprint"]

@@ -11,20 +11,20 @@ from urllib.parse import unquote
 from urllib.parse import urlparse
 
 import vllm_fl
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._installed import CORE
-from vllm_fl.dispatch._installed import PACKAGE
-from vllm_fl.dispatch._installed import PLUGIN_GROUP
-from vllm_fl.dispatch._installed import VLLM_GROUPS
-from vllm_fl.dispatch._installed import copies
-from vllm_fl.dispatch._installed import entry_points
-from vllm_fl.dispatch._installed import installed_twice
-from vllm_fl.dispatch._installed import name_of
-from vllm_fl.dispatch._installed import requirements_of
-from vllm_fl.dispatch._installed import rivals
-from vllm_fl.dispatch._installed import sentence
-from vllm_fl.dispatch._installed import text_of
-from vllm_fl.dispatch._installed import version_of
+from vllm_fl.dispatch.common.distributions import CORE
+from vllm_fl.dispatch.common.distributions import PACKAGE
+from vllm_fl.dispatch.common.distributions import PLUGIN_GROUP
+from vllm_fl.dispatch.common.distributions import VLLM_GROUPS
+from vllm_fl.dispatch.common.distributions import copies
+from vllm_fl.dispatch.common.distributions import entry_points
+from vllm_fl.dispatch.common.distributions import installed_twice
+from vllm_fl.dispatch.common.distributions import name_of
+from vllm_fl.dispatch.common.distributions import requirements_of
+from vllm_fl.dispatch.common.distributions import rivals
+from vllm_fl.dispatch.common.distributions import sentence
+from vllm_fl.dispatch.common.distributions import text_of
+from vllm_fl.dispatch.common.distributions import version_of
+from vllm_fl.dispatch.common.foreign import describe
 from vllm_fl.doctor.finding import FAIL
 from vllm_fl.doctor.finding import PASS
 from vllm_fl.doctor.finding import SKIP
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from importlib.metadata import Distribution
 
-    from vllm_fl.dispatch._installed import Copy
+    from vllm_fl.dispatch.common.distributions import Copy
     from vllm_fl.doctor.checks import Examination
 
 

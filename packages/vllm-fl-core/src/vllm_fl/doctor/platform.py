@@ -10,7 +10,7 @@ from vllm_fl.doctor.finding import FAIL
 from vllm_fl.doctor.finding import PASS
 from vllm_fl.doctor.finding import WARN
 from vllm_fl.doctor.finding import Finding
-from vllm_fl.platform import VARIABLE
+from vllm_fl.platform.names import VARIABLE
 from vllm_fl.platform.report import MISSED
 from vllm_fl.platform.report import USED
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch.common.foreign import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,8 +16,8 @@ from typing import Any
 from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch._binding import signature_of
-from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch.calling.binding import signature_of
+from vllm_fl.dispatch.common.foreign import describe
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.integration import seam
 from vllm_fl.integration.fit import load
@@ -25,7 +25,7 @@ from vllm_fl.integration.fit import problems_of
 from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
-    from vllm_fl.dispatch._guard import Candidate
+    from vllm_fl.dispatch.calling.guard import Candidate
 
 OPERATOR = "attention_backend"
 

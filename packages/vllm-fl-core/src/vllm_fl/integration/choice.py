@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch import _guard
-from vllm_fl.dispatch import _runtime
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch._guard import Candidate
-from vllm_fl.dispatch._runtime import is_one_of_several_ranks
+from vllm_fl.dispatch.callables import Resolved
+from vllm_fl.dispatch.calling import guard
+from vllm_fl.dispatch.calling import torch_state
+from vllm_fl.dispatch.calling.fatal import is_fatal
+from vllm_fl.dispatch.calling.guard import Candidate
+from vllm_fl.dispatch.calling.torch_state import is_one_of_several_ranks
 from vllm_fl.dispatch.policy.packaged import effective
-from vllm_fl.dispatch.resolved import Resolved
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl.dispatch.wheels import faster_wheels
@@ -264,7 +264,7 @@ class _Choosing:
                 fn = trace.recorded(op_name, NATIVE, fn) if is_recorded else fn
                 native = Candidate(NATIVE, fn, writes=operator.mutates, traceable=True)
                 candidates = (*before, native, *after)
-            function = _guard.build(op_name, operator, candidates, failures, strict=strict)
+            function = guard.build(op_name, operator, candidates, failures, strict=strict)
             if watch is None:
                 return function
             return called(operator, Resolved(function, decision, candidates), watch)
@@ -289,7 +289,7 @@ def warn_of_the_reference(name: str, op_name: str, impl_id: str) -> None:
     choices = manager.plan.choices if manager.plan else {op_name: impl_id}
     slow = sorted(op for op, chosen in choices.items() if chosen and chosen.startswith(reference))
     wheels = faster_wheels(slow, manager.registry.plugins)
-    if wheels and _runtime.has_accelerator():
+    if wheels and torch_state.has_accelerator():
         seam.said.add(_REFERENCE_WARNED)
         logger.warning(
             "vllm-fl: %s is served by the reference, in plain PyTorch, and so is every layer of %s. A chip's "

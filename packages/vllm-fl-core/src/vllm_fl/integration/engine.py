@@ -18,8 +18,8 @@ from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import set_global_policy
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._sources import UNREADABLE
+from vllm_fl.dispatch.code_digests import UNREADABLE
+from vllm_fl.dispatch.common.foreign import describe
 from vllm_fl.dispatch.policy import shipping
 from vllm_fl.dispatch.policy.reading import policy_from_environment
 from vllm_fl.integration import ranks

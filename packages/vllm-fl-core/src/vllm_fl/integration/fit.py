@@ -9,7 +9,7 @@ import inspect
 from importlib import import_module
 from typing import Any
 
-from vllm_fl.dispatch._binding import signature_of
+from vllm_fl.dispatch.calling.binding import signature_of
 
 
 def load(path: str) -> Any:

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 import logging
 
-from vllm_fl.dispatch._log import only_printable
+from vllm_fl.dispatch.common.log import only_printable
 
 logger = only_printable(logging.getLogger("vllm.plugins.vllm_fl"))

@@ -29,10 +29,10 @@ from vllm_fl.integration.results import checked
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_fl.dispatch._guard import Candidate
+    from vllm_fl.dispatch.callables import Resolved
+    from vllm_fl.dispatch.calling.guard import Candidate
     from vllm_fl.dispatch.declaration import Operator
     from vllm_fl.dispatch.declaration import TorchForm
-    from vllm_fl.dispatch.resolved import Resolved
 
 # "Library.define" and never "custom_op", which costs several times as much a call.
 _library: Any = torch.library.Library("vllm_fl", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.dispatch._runtime import is_one_of_several_ranks
+from vllm_fl.dispatch.calling.torch_state import is_one_of_several_ranks
 from vllm_fl.dispatch.decision import CHOSEN
 from vllm_fl.dispatch.decision import NEXT
 from vllm_fl.dispatch.environment import seconds_variable

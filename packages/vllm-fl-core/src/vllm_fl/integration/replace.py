@@ -9,7 +9,7 @@ import torch
 
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.common.suggest import suggest
 from vllm_fl.integration import activation
 from vllm_fl.integration import attention
 from vllm_fl.integration import engine

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from collections.abc import Sequence
 
-    from vllm_fl.dispatch._guard import Candidate
+    from vllm_fl.dispatch.calling.guard import Candidate
     from vllm_fl.dispatch.declaration import Operator
     from vllm_fl.dispatch.declaration import TorchForm
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch._runtime import is_one_of_several_ranks
+from vllm_fl.dispatch.calling.torch_state import is_one_of_several_ranks
 from vllm_fl.dispatch.environment import names_variable
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.integration import engine

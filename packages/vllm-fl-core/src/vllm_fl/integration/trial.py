@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from vllm_fl.dispatch import _predicate
 from vllm_fl.dispatch import trace
+from vllm_fl.dispatch.calling import predicate
 from vllm_fl.integration.results import Trial
 from vllm_fl.integration.results import on_trial
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_fl.dispatch.resolved import Resolved
+    from vllm_fl.dispatch.callables import Resolved
     from vllm_fl.integration.layer import Layer
 
 #: Of a second trial, where one row is refused: kernels that take whole blocks take them.
@@ -75,7 +75,7 @@ def first_calls(
                 if record is not None:
                     record.is_paused = False
             if trial.ran != first.impl_id:
-                answers = (_predicate.refusal(ask, arguments, keywords) for ask in first.predicates)
+                answers = (predicate.refusal(ask, arguments, keywords) for ask in first.predicates)
                 if reason := next(filter(None, answers), None):
                     trial.refused.setdefault(first.impl_id, reason)
             tried[key] = trial

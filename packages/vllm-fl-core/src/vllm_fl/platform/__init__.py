@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import os
 
-#: The group of entry points of descriptions.
-GROUP = "vllm_fl.platforms"
-
-#: ``none``, or the name of the description that is used.
-VARIABLE = "VLLM_FL_PLATFORM"
+from vllm_fl.platform.names import GROUP
+from vllm_fl.platform.names import VARIABLE
 
 
 def platform() -> str | None:

@@ -11,7 +11,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_fl.dispatch._suggest import did_you_mean
+from vllm_fl.dispatch.common.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -22,15 +22,12 @@ from vllm_fl.integration.attention import OPERATOR
 from vllm_fl.integration.log import logger
 from vllm_fl.platform import kernels
 from vllm_fl.platform import settings
-from vllm_fl.platform.choice import active
+from vllm_fl.platform.active_chip import CHIP
+from vllm_fl.platform.active_chip import DESCRIPTION
 from vllm_fl.platform.errors import PlatformError
 
 if TYPE_CHECKING:
     from types import ModuleType
-
-DESCRIPTION = active()
-assert DESCRIPTION.chip is not None
-CHIP = DESCRIPTION.chip
 
 #: What a worker cannot do without.
 NEEDED = ("device_count", "manual_seed_all", "set_device")

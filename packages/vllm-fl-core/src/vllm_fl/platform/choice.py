@@ -25,21 +25,21 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch import get_logger
-from vllm_fl.dispatch._foreign import absent_module
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._foreign import left_undone
-from vllm_fl.dispatch._foreign import raise_if_from_a_signal
-from vllm_fl.dispatch._foreign import shortened
-from vllm_fl.dispatch._installed import entry_points
-from vllm_fl.dispatch._installed import name_of
-from vllm_fl.dispatch._installed import version_of
-from vllm_fl.dispatch._suggest import shown
-from vllm_fl.dispatch._suggest import suggest
-from vllm_fl.dispatch._text import printable
-from vllm_fl.platform import GROUP
-from vllm_fl.platform import VARIABLE
+from vllm_fl.dispatch.common.distributions import entry_points
+from vllm_fl.dispatch.common.distributions import name_of
+from vllm_fl.dispatch.common.distributions import version_of
+from vllm_fl.dispatch.common.foreign import absent_module
+from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.dispatch.common.foreign import left_undone
+from vllm_fl.dispatch.common.foreign import raise_if_from_a_signal
+from vllm_fl.dispatch.common.foreign import shortened
+from vllm_fl.dispatch.common.suggest import shown
+from vllm_fl.dispatch.common.suggest import suggest
+from vllm_fl.dispatch.common.text import printable
 from vllm_fl.platform.description import Chip
 from vllm_fl.platform.errors import PlatformError
+from vllm_fl.platform.names import GROUP
+from vllm_fl.platform.names import VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -159,7 +159,7 @@ class Chip:
     def __new__(cls, **given: Any) -> Chip:
         """Refuse unknown and missing fields, by name."""
         # Before the generated __init__, whose TypeError suggests nothing.
-        from vllm_fl.dispatch._suggest import suggest
+        from vllm_fl.dispatch.common.suggest import suggest
 
         known = {one.name for one in fields(cls)}
         for name in given:
@@ -208,7 +208,7 @@ def _refuse(place: str, problem: str | None) -> None:
 
 
 def _not(what: str, value: object) -> str:
-    from vllm_fl.dispatch._suggest import shown  # only for an error message
+    from vllm_fl.dispatch.common.suggest import shown  # only for an error message
 
     return f"must be {what}, not {shown(value)}"
 

@@ -104,7 +104,7 @@ def _set_block_size(cache_config: Any) -> bool:
 
 
 def _chip() -> Chip:
-    from vllm_fl.platform.build import CHIP
+    from vllm_fl.platform.active_chip import CHIP
 
     return CHIP
 
@@ -125,7 +125,7 @@ def _fusions_off(pass_config: Any) -> list[str]:
 
 
 def _ship_fingerprint(vllm_config: Any) -> None:
-    from vllm_fl.platform.build import DESCRIPTION
+    from vllm_fl.platform.active_chip import DESCRIPTION
 
     more = vllm_config.additional_config
     if isinstance(more, dict):
@@ -146,8 +146,8 @@ def vllm_version() -> tuple[int, ...]:
 
 
 def _apply_quirks(vllm_config: Any) -> None:
-    from vllm_fl.platform.build import CHIP
-    from vllm_fl.platform.build import DESCRIPTION
+    from vllm_fl.platform.active_chip import CHIP
+    from vllm_fl.platform.active_chip import DESCRIPTION
 
     for quirk in CHIP.quirks:
         if quirk.applies_to(vllm_version()):
@@ -159,8 +159,8 @@ def _log(vllm_config: Any) -> None:
     from vllm.config import CompilationMode
     from vllm.config import CUDAGraphMode
 
-    from vllm_fl.platform.build import CHIP
-    from vllm_fl.platform.build import DESCRIPTION
+    from vllm_fl.platform.active_chip import CHIP
+    from vllm_fl.platform.active_chip import DESCRIPTION
 
     overrides = [name for name in ("worker", "runner") if getattr(CHIP, name)]
     compilation = vllm_config.compilation_config

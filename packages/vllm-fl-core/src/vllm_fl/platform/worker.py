@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch.calling.fatal import is_fatal
+from vllm_fl.dispatch.common.foreign import describe
 from vllm_fl.integration.log import logger
 from vllm_fl.platform import schemas
 from vllm_fl.platform import settings
+from vllm_fl.platform.active_chip import CHIP
+from vllm_fl.platform.active_chip import DESCRIPTION
 from vllm_fl.platform.bind import bind
-from vllm_fl.platform.build import CHIP
-from vllm_fl.platform.build import DESCRIPTION
 from vllm_fl.platform.errors import PlatformError
 
 settings.enter_worker()

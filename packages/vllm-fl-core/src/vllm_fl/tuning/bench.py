@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vllm_fl.conformance.cases import SUITES
-from vllm_fl.dispatch._fatal import is_fatal
+from vllm_fl.dispatch.calling.fatal import is_fatal
 from vllm_fl.tuning import recipes
 from vllm_fl.tuning.contenders import COMPILE
 from vllm_fl.tuning.contenders import COMPILED

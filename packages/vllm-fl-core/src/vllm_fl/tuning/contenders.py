@@ -12,11 +12,11 @@ import torch
 from vllm_fl.conformance.dispatched import Dispatched
 from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch import match_token
-from vllm_fl.dispatch._binding import adapt
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._predicate import refusal
-from vllm_fl.dispatch._suggest import did_you_mean
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.calling.binding import adapt
+from vllm_fl.dispatch.calling.predicate import refusal
+from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.dispatch.common.suggest import did_you_mean
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.integration.alone import UnreachableError
 from vllm_fl.integration.alone import native_path

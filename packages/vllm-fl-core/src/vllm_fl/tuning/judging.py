@@ -13,8 +13,8 @@ from vllm_fl.conformance.cases import SUITES
 from vllm_fl.conformance.check import Call
 from vllm_fl.conformance.check import contract_problem
 from vllm_fl.conformance.tensors import moved
-from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch._foreign import describe
+from vllm_fl.dispatch.calling.fatal import is_fatal
+from vllm_fl.dispatch.common.foreign import describe
 from vllm_fl.tuning.contenders import mark_rows
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._files import read_text
+from vllm_fl.dispatch.common.files import read_text
 from vllm_fl.dispatch.trace import NEWEST
 from vllm_fl.dispatch.trace import merge
 from vllm_fl.tuning.shapes import DTYPES

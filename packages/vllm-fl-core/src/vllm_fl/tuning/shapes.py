@@ -20,11 +20,11 @@ from typing import Any
 
 import yaml
 
-from vllm_fl.dispatch._files import read_text
-from vllm_fl.dispatch._suggest import did_you_mean
-from vllm_fl.dispatch._suggest import shown
-from vllm_fl.dispatch.bounded_yaml import Loader
-from vllm_fl.dispatch.bounded_yaml import check_size
+from vllm_fl.dispatch.common.bounded_yaml import Loader
+from vllm_fl.dispatch.common.bounded_yaml import check_size
+from vllm_fl.dispatch.common.files import read_text
+from vllm_fl.dispatch.common.suggest import did_you_mean
+from vllm_fl.dispatch.common.suggest import shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

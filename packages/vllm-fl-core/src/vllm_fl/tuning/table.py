@@ -10,7 +10,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.common.text import printable
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.tuning.contenders import COMPILED
 

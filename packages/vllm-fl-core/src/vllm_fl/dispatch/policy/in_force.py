@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from typing import Any
 from typing import Protocol
 
-from vllm_fl.dispatch._fork import ForkSafeLock
+from vllm_fl.dispatch.common.fork import ForkSafeLock
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy.reading import policy_from_environment
 from vllm_fl.dispatch.policy.value import SelectionPolicy

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_fl.dispatch._suggest import did_you_mean
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.common.suggest import did_you_mean
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy.value_types import KINDS
 from vllm_fl.dispatch.policy.value_types import PREFER_DEFAULT

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from typing import TypeVar
 
-from vllm_fl.dispatch._suggest import did_you_mean
-from vllm_fl.dispatch._suggest import shown
-from vllm_fl.dispatch._suggest import suggest
+from vllm_fl.dispatch.common.suggest import did_you_mean
+from vllm_fl.dispatch.common.suggest import shown
+from vllm_fl.dispatch.common.suggest import suggest
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.types import may_be_vendor

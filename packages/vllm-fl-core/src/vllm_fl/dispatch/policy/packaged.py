@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 from typing import Any
 from typing import NamedTuple
 
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._foreign import raise_if_from_a_signal
-from vllm_fl.dispatch._log import warn_once
-from vllm_fl.dispatch._suggest import shown
 from vllm_fl.dispatch.availability import answers
 from vllm_fl.dispatch.availability import provisional_answers
 from vllm_fl.dispatch.backend import Backend
+from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.dispatch.common.foreign import raise_if_from_a_signal
+from vllm_fl.dispatch.common.log import warn_once
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.policy.keys import PACKAGED

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._files import read_text
-from vllm_fl.dispatch._log import get_logger
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.common.files import read_text
+from vllm_fl.dispatch.common.log import get_logger
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.environment import boolean_variable
 from vllm_fl.dispatch.environment import told_as
 from vllm_fl.dispatch.environment import variable
@@ -156,8 +156,8 @@ def _yaml(path: str, asked_by: str) -> Iterator[tuple[Any, list[tuple[Any, Any, 
     """Give the loader and the entries of a YAML file, and every fault of it a place."""
     import yaml
 
-    from vllm_fl.dispatch.bounded_yaml import Loader
-    from vllm_fl.dispatch.bounded_yaml import check_size
+    from vllm_fl.dispatch.common.bounded_yaml import Loader
+    from vllm_fl.dispatch.common.bounded_yaml import check_size
 
     try:
         text = read_text(path)

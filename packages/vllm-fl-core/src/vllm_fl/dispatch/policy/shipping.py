@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._installed import CORE
-from vllm_fl.dispatch._installed import version_of
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.common.distributions import CORE
+from vllm_fl.dispatch.common.distributions import version_of
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy.value import SelectionPolicy
 

@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.policy.keys import KEYS
 from vllm_fl.dispatch.policy.keys import key_of

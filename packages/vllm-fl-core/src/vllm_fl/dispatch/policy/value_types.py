@@ -6,8 +6,8 @@ import abc
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_fl.dispatch._suggest import did_you_mean
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.common.suggest import did_you_mean
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.environment import boolean
 from vllm_fl.dispatch.environment import names
 from vllm_fl.dispatch.environment import told_as

@@ -12,7 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.common.suggest import shown
 
 if TYPE_CHECKING:
     from types import TracebackType

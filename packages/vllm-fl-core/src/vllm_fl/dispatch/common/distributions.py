@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.dispatch.common.text import printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -7,12 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch import _guard
 from vllm_fl.dispatch import decision as status
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch._binding import adapt
-from vllm_fl.dispatch._log import get_logger
-from vllm_fl.dispatch._text import printable
+from vllm_fl.dispatch.calling import guard
+from vllm_fl.dispatch.calling.binding import adapt
+from vllm_fl.dispatch.common.log import get_logger
+from vllm_fl.dispatch.common.text import printable
 from vllm_fl.dispatch.selection import called_in_order
 from vllm_fl.dispatch.selection import entries_of
 from vllm_fl.dispatch.selection import is_settled
@@ -51,20 +51,20 @@ class Resolved:
 
     fn: Callable[..., Any]
     decision: Decision
-    candidates: tuple[_guard.Candidate, ...]
+    candidates: tuple[guard.Candidate, ...]
     is_settled: bool = False
 
 
 def build(
     decision: Decision,
     snapshot: OpRegistrySnapshot,
-    failures: _guard.Failures,
+    failures: guard.Failures,
     asked: Asked,
-    native: _guard.Candidate | None,
+    native: guard.Candidate | None,
     measured: Sequence[Measured],
     *,
     strict: bool,
-    wrap: Callable[[_guard.Candidate], _guard.Candidate] | None,
+    wrap: Callable[[guard.Candidate], guard.Candidate] | None,
 ) -> Resolved:
     """Make one callable of what a decision can use.
 
@@ -90,7 +90,7 @@ def build(
                 candidates.append(wrap(candidate) if wrap else candidate)
             elif native is not None:
                 candidates.append(replace(native, fn=trace.recorded(op_name, NATIVE, native.fn)))
-        fn = _guard.build(op_name, operator, candidates, failures, strict=strict)
+        fn = guard.build(op_name, operator, candidates, failures, strict=strict)
         return Resolved(fn, its, tuple(candidates), any(settled))
 
     default = made(decision)
@@ -101,7 +101,7 @@ def build(
     return replace(default, fn=by_shape(operator, default.fn, functions))
 
 
-def _candidate(impl: OpImpl, operator: Operator | None, *, is_asked: bool) -> _guard.Candidate:
+def _candidate(impl: OpImpl, operator: Operator | None, *, is_asked: bool) -> guard.Candidate:
     writes = impl.writes
     if writes is None:
         writes = operator.mutates if operator else ()
@@ -110,7 +110,7 @@ def _candidate(impl: OpImpl, operator: Operator | None, *, is_asked: bool) -> _g
         None if ask is None else adapt(operator, load(ask), is_predicate=True)
         for ask in (impl.supports, None if is_asked else impl.supports_layer)
     )
-    return _guard.Candidate(impl.impl_id, fn, supports, supports_layer, writes, impl.traceable)
+    return guard.Candidate(impl.impl_id, fn, supports, supports_layer, writes, impl.traceable)
 
 
 def nothing_runs(decision: Decision, plugins: Iterable[PluginRecord]) -> str:

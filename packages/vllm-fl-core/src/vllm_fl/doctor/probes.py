@@ -1,6 +1,6 @@
-"""The questions that are asked in a process of their own, by :mod:`vllm_fl.doctor.apart`.
+"""The questions that are asked in a process of their own, by :mod:`vllm_fl.doctor.probe_process`.
 
-``python -m vllm_fl.doctor.questions FILE QUESTION [ARGUMENT...]`` writes the answer,
+``python -m vllm_fl.doctor.probes FILE QUESTION [ARGUMENT...]`` writes the answer,
 plain values, into a file. A plugin is named by its place in the list of what the
 discovery finds, as two may have one name.
 """
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl._children import end_with_parent
+from vllm_fl.child_processes import end_with_parent
 from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
-from vllm_fl.dispatch._runtime import has_accelerator
 from vllm_fl.dispatch.availability import availability
+from vllm_fl.dispatch.calling.torch_state import has_accelerator
 from vllm_fl.dispatch.policy.packaged import lies_below
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.ops import OPERATORS
 from vllm_fl.dispatch.registry import OpRegistry

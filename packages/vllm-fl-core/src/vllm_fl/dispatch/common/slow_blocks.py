@@ -12,7 +12,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from vllm_fl.dispatch._log import get_logger
+from vllm_fl.dispatch.common.log import get_logger
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

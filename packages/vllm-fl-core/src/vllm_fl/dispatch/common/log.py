@@ -10,8 +10,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._text import printable
-from vllm_fl.dispatch._text import printable_lines
+from vllm_fl.dispatch.common.text import printable
+from vllm_fl.dispatch.common.text import printable_lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

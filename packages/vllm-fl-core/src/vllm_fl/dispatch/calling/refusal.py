@@ -12,8 +12,8 @@ import os
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._generate import GUARD
-from vllm_fl.dispatch._generate import file_of
+from vllm_fl.dispatch.calling.generated import GUARD
+from vllm_fl.dispatch.calling.generated import file_of
 from vllm_fl.dispatch.errors import RefusedBeforeWriting
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Asking a question in a process of its own, which may crash, hang or print.
 
-The questions are the functions of :mod:`vllm_fl.doctor.questions`.
+The questions are the functions of :mod:`vllm_fl.doctor.probes`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import vllm_fl
-from vllm_fl._children import child
+from vllm_fl.child_processes import child
 
 #: Lines of the child's stderr that are kept.
 _LINES_KEPT = 12
@@ -48,7 +48,7 @@ def ask(question: str, *arguments: str, seconds: float) -> Answer:
     """Ask a question in a new process.
 
     Args:
-        question: a function of :mod:`vllm_fl.doctor.questions`.
+        question: a function of :mod:`vllm_fl.doctor.probes`.
         *arguments: its arguments.
         seconds: after them the process and its children are killed.
     """
@@ -56,7 +56,7 @@ def ask(question: str, *arguments: str, seconds: float) -> Answer:
         # A file of its own: whatever is printed on stdout, by Python or by C, is noise.
         answer, noise = Path(folder, "answer.json"), Path(folder, "stderr")
         # As in a server: the current folder is not searched, and the core is this one.
-        command = [sys.executable, "-P", "-X", "faulthandler", "-m", "vllm_fl.doctor.questions"]
+        command = [sys.executable, "-P", "-X", "faulthandler", "-m", "vllm_fl.doctor.probes"]
         paths = [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(vllm_fl.__file__).parents[1])]
         with (
             noise.open("wb") as stderr,

@@ -16,22 +16,22 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._foreign import absent_module
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._foreign import is_loggable
-from vllm_fl.dispatch._foreign import left_undone
-from vllm_fl.dispatch._foreign import raise_if_from_a_signal
-from vllm_fl.dispatch._foreign import shortened
-from vllm_fl.dispatch._installed import CORE
-from vllm_fl.dispatch._installed import version_of
-from vllm_fl.dispatch._kept import process_kept
-from vllm_fl.dispatch._log import get_logger
-from vllm_fl.dispatch._log import root_logger_kept
-from vllm_fl.dispatch._stage import TOO_MANY
-from vllm_fl.dispatch._stage import Stage
-from vllm_fl.dispatch._suggest import shown
+from vllm_fl.dispatch.common.distributions import CORE
+from vllm_fl.dispatch.common.distributions import version_of
+from vllm_fl.dispatch.common.foreign import absent_module
+from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.dispatch.common.foreign import is_loggable
+from vllm_fl.dispatch.common.foreign import left_undone
+from vllm_fl.dispatch.common.foreign import raise_if_from_a_signal
+from vllm_fl.dispatch.common.foreign import shortened
+from vllm_fl.dispatch.common.log import get_logger
+from vllm_fl.dispatch.common.log import root_logger_kept
+from vllm_fl.dispatch.common.suggest import shown
 from vllm_fl.dispatch.errors import PolicyError
 from vllm_fl.dispatch.errors import RegistrationError
+from vllm_fl.dispatch.plugins.process_state import process_kept
+from vllm_fl.dispatch.plugins.staging import TOO_MANY
+from vllm_fl.dispatch.plugins.staging import Stage
 from vllm_fl.dispatch.registry import PluginRecord
 from vllm_fl.dispatch.variables import PREFIX
 from vllm_fl.dispatch.wheels import owner_of
@@ -39,7 +39,7 @@ from vllm_fl.dispatch.wheels import owner_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_fl.dispatch._watch import Watch
+    from vllm_fl.dispatch.common.slow_blocks import Watch
     from vllm_fl.dispatch.registry import OpRegistry
     from vllm_fl.dispatch.types import Origin
 

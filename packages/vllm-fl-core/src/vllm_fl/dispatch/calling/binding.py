@@ -17,8 +17,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.dispatch._generate import ADAPTER
-from vllm_fl.dispatch._generate import generated
+from vllm_fl.dispatch.calling.generated import ADAPTER
+from vllm_fl.dispatch.calling.generated import generated
 from vllm_fl.dispatch.errors import RefusedBeforeWriting
 
 if TYPE_CHECKING:

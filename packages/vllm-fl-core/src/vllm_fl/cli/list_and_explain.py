@@ -10,8 +10,8 @@ from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._foreign import raise_if_from_a_signal
+from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.dispatch.common.foreign import raise_if_from_a_signal
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.variables import unread_variables
 from vllm_fl.dispatch.wheels import install_hint

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING
 from typing import Any
 from typing import Protocol
 
-from vllm_fl.dispatch import _predicate
-from vllm_fl.dispatch import _runtime
-from vllm_fl.dispatch._binding import signature_of
-from vllm_fl.dispatch._fatal import is_fatal
-from vllm_fl.dispatch._foreign import describe
-from vllm_fl.dispatch._generate import GUARD
-from vllm_fl.dispatch._generate import generated
-from vllm_fl.dispatch._refusal import is_promised
+from vllm_fl.dispatch.calling import predicate
+from vllm_fl.dispatch.calling import torch_state
+from vllm_fl.dispatch.calling.binding import signature_of
+from vllm_fl.dispatch.calling.fatal import is_fatal
+from vllm_fl.dispatch.calling.generated import GUARD
+from vllm_fl.dispatch.calling.generated import generated
+from vllm_fl.dispatch.calling.refusal import is_promised
+from vllm_fl.dispatch.common.foreign import describe
 from vllm_fl.dispatch.errors import RefusedBeforeWriting
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class _Level:
         self.strict = strict
         # Dynamo folds torch's own function to a constant and never looks at the
         # branch that it does not take.
-        self.is_tracing = _runtime.tracing_probe()
+        self.is_tracing = torch_state.tracing_probe()
         self.set_first: Callable[[Callable[..., Any]], None] = lambda _: None
 
     def agrees(self, answer: Any) -> bool:
@@ -151,9 +151,9 @@ class _Level:
         if self.is_tracing():
             # What is compared of symbolic shapes is a bool to Dynamo, and never `is True`.
             return bool(answer) if isinstance(answer, bool) else isinstance(answer, int) and answer == 1
-        if _predicate.as_bool(answer) is None:
-            self.failures.bad_answer(self.name, self.candidate.impl_id, _predicate.shown(answer))
-        return _predicate.as_bool(answer) is True
+        if predicate.as_bool(answer) is None:
+            self.failures.bad_answer(self.name, self.candidate.impl_id, predicate.shown(answer))
+        return predicate.as_bool(answer) is True
 
     def recover(
         self,
@@ -235,7 +235,7 @@ class _Level:
             )
             _add_notes(error, [note])
             raise error
-        if _runtime.is_capturing() or _runtime.is_one_of_several_ranks():
+        if torch_state.is_capturing() or torch_state.is_one_of_several_ranks():
             error.add_note(
                 f"vllm-fl: {self.name}: {self.candidate.impl_id} raised this; no other implementation "
                 "is tried while a graph is captured, or by one rank of several."
@@ -278,13 +278,13 @@ class _Level:
             kind = tuple([given[place] is not None for place in optional])
             is_new = not failures.is_proven(*key, kind)
             values = [given[place] for place in written] if is_new else []
-            copies = _runtime.copies_of(values) if is_new and not _runtime.is_capturing() else None
+            copies = torch_state.copies_of(values) if is_new and not torch_state.is_capturing() else None
             try:
                 result = fn(*args, **kwargs)
             except Exception as error:  # noqa: BLE001 - raised again unless the rest succeeds
                 is_put_back = False
                 if copies is not None and not is_fatal(error):
-                    problem = _runtime.put_back(values, copies)
+                    problem = torch_state.put_back(values, copies)
                     is_put_back = problem is None
                     if problem is not None:
                         _add_notes(error, [f"{self.name}: the arguments cannot be put back: {problem}"])
@@ -360,7 +360,7 @@ def build(
 def _exhausted(name: str, candidates: Sequence[Candidate]) -> Callable[..., Any]:
     def exhausted(*args: Any, **kwargs: Any) -> Any:
         asked = [(c.impl_id, ask) for c in candidates for ask in c.predicates]
-        reasons = [(impl_id, _predicate.refusal(ask, args, kwargs)) for impl_id, ask in asked]
+        reasons = [(impl_id, predicate.refusal(ask, args, kwargs)) for impl_id, ask in asked]
         listed = "; ".join(f"{impl_id}: {reason}" for impl_id, reason in reasons if reason)
         raise RefusedBeforeWriting(f"no implementation of {name} takes these arguments: {listed}")
 

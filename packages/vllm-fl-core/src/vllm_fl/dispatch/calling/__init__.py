@@ -1,0 +1,1 @@
+"""From arguments to a call: how they are bound, guarded and refused."""

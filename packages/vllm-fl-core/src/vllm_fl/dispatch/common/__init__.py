@@ -1,0 +1,1 @@
+"""What every room stands on: texts, locks, logs, files; it knows no operator."""
