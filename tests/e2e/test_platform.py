@@ -199,8 +199,6 @@ def test_a_description_makes_way_for_vllms_own_platform(site: Path) -> None:
     assert platform == "CpuPlatform"
     loaded = ("", ".choice", ".description", ".errors", ".names")
     assert imported == [f"vllm_fl.platform{name}" for name in loaded]
-        f"vllm_fl.platform{name}" for name in ("", ".choice", ".description", ".errors", ".names")
-    ]
     # Its children do not ask again.
     assert handed_on == "none"
 
