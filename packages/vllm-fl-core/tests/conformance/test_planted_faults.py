@@ -23,6 +23,7 @@ from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch import OpImpl
 
 for module in (
+    "faults_of_layer_questions",
     "faults_of_layers",
     "faults_of_experts",
     "faults_of_rounding",
@@ -38,7 +39,7 @@ MOST = 2**15
 
 def results(op, function, *, tier=Tier.FULL, found="*", **options):
     impl = OpImpl(op, "vendor.planted", BackendImplKind.VENDOR, function, vendor="planted", **options)
-    dispatched = Dispatched(impl, OPERATORS[op])
+    dispatched = Dispatched(impl, OPERATORS[op], row_arguments=SUITES[op].row_arguments)
     if found == "compiled":
         yield must_run(compiled.trace(SUITES[op], dispatched, CPU), [Status.PASSED])
         return
@@ -61,6 +62,25 @@ def test_what_is_right_passes(op):
     found = list(results(op, right.FUNCTIONS[op], tier=Tier.SMOKE, **options))
     assert [r for r in found if r.status is not Status.PASSED] == []
     assert all(r.is_deterministic for r in found if r.is_case)
+
+
+def test_what_never_changes_for_a_layer_may_be_asked_once():
+    """By every operator, of dtypes, devices, last dimensions and the shapes of weights."""
+
+    def supports_layer(*args, **kwargs):
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        if len({x.device for x in tensors}) > 1:
+            return "two devices"
+        return all(x.dtype is not torch.float16 for x in tensors) or "no float16"
+
+    for op, function in right.FUNCTIONS.items():
+        options = {"writes": right.WRITES.get(op, ()), "supports_layer": supports_layer}
+        impl = OpImpl(op, "vendor.planted", BackendImplKind.VENDOR, function, vendor="planted", **options)
+        dispatched = Dispatched(impl, OPERATORS[op], row_arguments=SUITES[op].row_arguments)
+        cases = [case for case in SUITES[op].cases() if case.tier is Tier.SMOKE and case.elements <= MOST]
+        found = [check(case, dispatched, CPU) for case in cases]
+        assert [r for r in found if r.status is Status.FAILED] == [], op
+        assert Status.PASSED in {r.status for r in found}, op
 
 
 def test_a_row_with_nan_may_name_an_expert_twice():

@@ -15,6 +15,7 @@ from vllm_fl.conformance.judge import RIGHT
 from vllm_fl.conformance.judge import Verdict
 from vllm_fl.conformance.judge import vacuity
 from vllm_fl.conformance.judge import wrong
+from vllm_fl.conformance.layer_question import layer_problem
 from vllm_fl.conformance.process import SideEffectError
 from vllm_fl.conformance.result import Result
 from vllm_fl.conformance.result import Status
@@ -153,6 +154,9 @@ def _examined(
         return _failed(f"supports wrote {', '.join(touched)}")
     if answer is not True and not (isinstance(answer, str) and answer):
         return _failed(f"supports returned {answer!r}; it must say in a sentence why not")
+    problem = layer_problem(dispatched, arguments)
+    if problem:
+        return _failed(problem)
     try:
         with torch.inference_mode():
             returned = dispatched(arguments)

@@ -47,6 +47,7 @@ class Dispatched:
         impl: what is judged; it is available.
         operator: its declaration.
         others: the operator's other implementations.
+        row_arguments: the arguments whose first dimension is the rows.
 
     Attributes:
         resolved: the operator as a layer holds it, not counted.
@@ -55,9 +56,16 @@ class Dispatched:
         writes: the arguments that it may write.
     """
 
-    def __init__(self, impl: OpImpl, operator: Operator, others: Iterable[OpImpl] = ()) -> None:
+    def __init__(
+        self,
+        impl: OpImpl,
+        operator: Operator,
+        others: Iterable[OpImpl] = (),
+        row_arguments: tuple[str, ...] = (),
+    ) -> None:
         self.impl = impl
         self.operator = operator
+        self.row_arguments = row_arguments
         self.ran: list[str] = []
         # Those of the process, however many judge.
         self._threads = torch.get_num_threads()

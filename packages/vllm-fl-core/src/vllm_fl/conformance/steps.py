@@ -85,7 +85,8 @@ def steps_of(
     suite = None if op == attention.OPERATOR else suite_of(op, record)
     if operator is None or (suite is None and op != attention.OPERATOR):
         return _not_run(impl, "there are no conformance cases for this operator")
-    dispatched = Dispatched(impl, operator, snapshot.impls_by_op[op])
+    rows = () if suite is None else suite.row_arguments
+    dispatched = Dispatched(impl, operator, snapshot.impls_by_op[op], rows)
     if suite is None:
         return _attention_steps(dispatched, scope)
     return _suite_steps(suite, dispatched, scope)
