@@ -1,4 +1,4 @@
-"""Each predicate from both sides: what it takes, and the sentence about what it does not."""
+"""Each operator's questions from both sides: what is taken, and the sentence about what is not."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm_fl.dispatch import OPERATORS
+from vllm_fl.dispatch.calling.binding import adapt
+from vllm_fl.dispatch.calling.predicate import refusal
 from vllm_fl_cuda.cuda import CudaBackend
 from vllm_fl_cuda.impl import activation
-from vllm_fl_cuda.impl import moe
-from vllm_fl_cuda.impl import normalization
-from vllm_fl_cuda.impl import quantization
-from vllm_fl_cuda.impl import rotary
 
 F32, F64, BF16, I32 = torch.float32, torch.float64, torch.bfloat16, torch.int32
 
@@ -20,6 +19,15 @@ F32, F64, BF16, I32 = torch.float32, torch.float64, torch.bfloat16, torch.int32
 @pytest.fixture(scope="module", autouse=True)
 def _kernels():
     CudaBackend("cpu").is_available()
+
+
+def asked(op, *args, **kwargs):
+    """Ask for the layer and for the call, and return all that is said against it; True if nothing."""
+    call = OPERATORS[op].signature.bind(*args, **kwargs)
+    call.apply_defaults()
+    asks = CudaBackend("cpu").implementation_of(op).predicates()
+    adapted = [adapt(OPERATORS[op], ask, is_predicate=True) for ask in asks]
+    return "; ".join(filter(None, (refusal(ask, call.args, call.kwargs) for ask in adapted))) or True
 
 
 def ones(*shape, dtype=F32):
@@ -42,15 +50,15 @@ def ones(*shape, dtype=F32):
 )
 def test_activations(x, reason):
     for answer in (
-        activation.supports_silu_and_mul(x),
-        activation.supports_gelu_and_mul(x),
-        activation.supports_gelu_and_mul(x, "tanh"),
+        asked("silu_and_mul", x),
+        asked("gelu_and_mul", x),
+        asked("gelu_and_mul", x, "tanh"),
     ):
         assert answer is True if reason is None else reason in answer
 
 
 def test_another_gelu_is_the_callers_fault():
-    assert activation.supports_gelu_and_mul(ones(3, 32), "quick") is True
+    assert asked("gelu_and_mul", ones(3, 32), "quick") is True
     with pytest.raises(ValueError, match="approximate must be 'none' or 'tanh', not 'quick'"):
         activation.gelu_and_mul(ones(3, 32), "quick")
 
@@ -70,7 +78,7 @@ same = ones(3, 32)
         ((ones(3, 0), None, None, 1e-5), "the last dimension is empty"),
         ((ones(3, 32, dtype=F64), None, None, 1e-5), "not torch.float64"),
         ((ones(3, 32, dtype=BF16), None, ones(32), 1e-5), "takes a weight of x's dtype torch.bfloat16"),
-        ((ones(3, 32), None, ones(64)[::2], 1e-5), "a contiguous weight of one dimension"),
+        ((ones(3, 32), None, ones(64)[::2], 1e-5), "takes a contiguous weight"),
         ((same, same, None, 1e-5), "which are one tensor"),
         ((ones(3, 32, dtype=BF16), ones(3, 32), None, 1e-5), "takes a residual of x's dtype"),
         ((ones(3, 32), ones(1, 32), None, 1e-5), "takes a residual of x's shape"),
@@ -78,7 +86,7 @@ same = ones(3, 32)
     ],
 )
 def test_rms_norm(arguments, reason):
-    answer = normalization.supports_rms_norm(*arguments)
+    answer = asked("rms_norm", *arguments)
     assert answer is True if reason is None else reason in answer
 
 
@@ -116,15 +124,13 @@ def rope(query=None, key=KEY, rot=64, table=F32, positions=None, dtype=F32, inte
     ],
 )
 def test_rotary_embedding(arguments, reason):
-    answer = rotary.supports_rotary_embedding(*arguments)
+    answer = asked("rotary_embedding", *arguments)
     assert answer is True if reason is None else reason in answer
 
 
 def test_rotary_of_copies_takes_any_layout():
     query, key, cos, sin, positions, interleaved, _, cache = rope(query=ones(5, 4, 80)[..., :64])
-    assert (
-        rotary.supports_rotary_embedding(query, key, cos, sin, positions, interleaved, False, cache) is True
-    )
+    assert asked("rotary_embedding", query, key, cos, sin, positions, interleaved, False, cache) is True
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,7 @@ def test_rotary_of_copies_takes_any_layout():
     ],
 )
 def test_int8(x, reason):
-    answer = quantization.supports_int8(x)
+    answer = asked("dynamic_per_token_quant_int8", x)
     assert answer is True if reason is None else reason in answer
 
 
@@ -149,8 +155,8 @@ _NO_KERNEL = "has no kernel for cpu"
 
 
 def test_fp8():
-    assert _NO_KERNEL in quantization.supports_fp8(ones(3, 32))
-    assert "not of 1 dimensions" in quantization.supports_fp8(ones(3))
+    assert _NO_KERNEL in asked("dynamic_per_token_quant_fp8", ones(3, 32))
+    assert "not of 1 dimensions" in asked("dynamic_per_token_quant_fp8", ones(3))
 
 
 def topk(weights=None, indices=None, source=None, gating=None):
@@ -176,7 +182,7 @@ def topk(weights=None, indices=None, source=None, gating=None):
     ],
 )
 def test_topk_softmax(arguments, reason):
-    assert reason in moe.supports_topk_softmax(*arguments)
+    assert reason in asked("topk_softmax", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -198,15 +204,15 @@ def test_topk_softmax(arguments, reason):
 )
 def test_grouped_topk(dtype, experts, groups, kept, k, reason):
     scores = ones(5, experts, dtype=dtype)
-    answer = moe.supports_grouped_topk(scores, groups, kept, k, True, 1.0, ones(experts), 1)
+    answer = asked("grouped_topk", scores, groups, kept, k, True, 1.0, ones(experts), 1)
     assert reason in answer
 
 
 def test_grouped_topk_of_other_arguments():
     good = (ones(5, 16), 2, 1, 3, True, 1.0, ones(16))
-    assert "scoring_func must be 0" in moe.supports_grouped_topk(*good, 2)
-    assert "scores must be" in moe.supports_grouped_topk(ones(16), *good[1:])
-    assert "no bias of torch.float64" in moe.supports_grouped_topk(*good[:-1], ones(16, dtype=F64))
+    assert "scoring_func must be 0" in asked("grouped_topk", *good, 2)
+    assert "scores must be" in asked("grouped_topk", ones(16), *good[1:])
+    assert "no bias of torch.float64" in asked("grouped_topk", *good[:-1], ones(16, dtype=F64))
 
 
 @pytest.mark.parametrize(
@@ -217,12 +223,12 @@ def test_grouped_topk_of_other_arguments():
         (ones(5, 2, dtype=I32), 993, None, "takes 992 experts at most, not 993"),
         (ones(10, dtype=I32), 8, None, "topk_ids must be T[tokens, slots]"),
         (ones(5, 2, dtype=torch.int16), 8, None, "of int32 or int64"),
-        (ones(5, 2, dtype=I32), 8, ones(8, dtype=torch.int64), "a contiguous expert_map of int32"),
-        (ones(5, 2, dtype=I32), 8, ones(16, dtype=I32)[::2], "a contiguous expert_map of int32"),
+        (ones(5, 2, dtype=I32), 8, ones(8, dtype=torch.int64), "takes an expert_map of int32"),
+        (ones(5, 2, dtype=I32), 8, ones(16, dtype=I32)[::2], "takes a contiguous expert_map"),
     ],
 )
 def test_moe_align_block_size(ids, experts, table, reason):
-    assert reason in moe.supports_moe_align_block_size(ids, 16, experts, table)
+    assert reason in asked("moe_align_block_size", ids, 16, experts, table)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +243,7 @@ def test_moe_align_block_size(ids, experts, table, reason):
     ],
 )
 def test_moe_sum(inp, out, reason):
-    assert reason in moe.supports_moe_sum(inp, out)
+    assert reason in asked("moe_sum", inp, out)
 
 
 @pytest.mark.parametrize(
@@ -263,4 +269,4 @@ def test_fused_experts(changes, reason):
         "topk_weights": ones(5, 2),
         "topk_ids": ones(5, 2, dtype=I32),
     } | changes
-    assert reason in moe.supports_fused_experts(**arguments)
+    assert reason in asked("fused_experts", **arguments)

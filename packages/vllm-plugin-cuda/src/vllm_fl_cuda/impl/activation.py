@@ -35,7 +35,7 @@ def _gated(kernel: Kernel, x: Tensor) -> Tensor:
     return out
 
 
-def supports_silu_and_mul(x: Tensor) -> bool | str:
+def silu_and_mul_layer(x: Tensor) -> bool | str:
     """Whether the kernel takes ``x``; a sentence where not."""
     return _gated_problem(SILU_AND_MUL, x) or True
 
@@ -54,7 +54,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return _gated(SILU_AND_MUL, x)
 
 
-def supports_gelu_and_mul(x: Tensor, approximate: str = "none") -> bool | str:
+def gelu_and_mul_layer(x: Tensor, approximate: str = "none") -> bool | str:
     """Whether the kernel takes the arguments; a sentence where not."""
     # Another one is the caller's fault, and said by the function.
     return _gated_problem(_GELU.get(approximate, GELU_AND_MUL), x) or True

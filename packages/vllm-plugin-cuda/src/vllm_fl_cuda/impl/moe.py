@@ -28,14 +28,10 @@ _MOST_GROUPS = _MOST_CHOSEN = 32
 _MOST_EXPERTS = 992
 
 
-def supports_topk_softmax(
-    topk_weights: Tensor,
-    topk_indices: Tensor,
-    token_expert_indices: Tensor,
-    gating_output: Tensor,
-    renormalize: bool = False,
+def topk_softmax_layer(
+    topk_weights: Tensor, topk_indices: Tensor, token_expert_indices: Tensor, gating_output: Tensor
 ) -> bool | str:
-    """Whether the kernel takes the arguments; a sentence where not."""
+    """Whether the kernel takes the dtypes and the numbers of experts; a sentence where not."""
     if gating_output.dim() != 2 or gating_output.shape[1] == 0:
         return "gating_output must be T[tokens, experts]"
     if topk_weights.shape[-1] > gating_output.shape[1]:
@@ -44,10 +40,22 @@ def supports_topk_softmax(
         return f"{TOPK_SOFTMAX} writes float32 weights and int32 token_expert_indices"
     if topk_indices.dtype not in (*_IDS, torch.uint32):
         return f"{TOPK_SOFTMAX} writes int32, int64 or uint32 indices, not {topk_indices.dtype}"
-    for written in (topk_weights, topk_indices, token_expert_indices):
-        if written.shape != topk_weights.shape or not written.is_contiguous():
-            return f"{TOPK_SOFTMAX} writes contiguous tensors of one shape"
     return problem(TOPK_SOFTMAX, gating_output) or True
+
+
+def topk_softmax_call(
+    topk_weights: Tensor,
+    topk_indices: Tensor,
+    token_expert_indices: Tensor,
+    gating_output: Tensor,
+    renormalize: bool = False,
+) -> bool | str:
+    """Whether the kernel can write what it is given; a sentence where not."""
+    shape = topk_weights.shape
+    for written in (topk_weights, topk_indices, token_expert_indices):
+        if written.shape != shape or not written.is_contiguous():
+            return f"{TOPK_SOFTMAX} writes contiguous tensors of one shape"
+    return True
 
 
 def topk_softmax(
@@ -91,15 +99,8 @@ def _is_chosen_in_float32(experts: int, n_group: int, topk_group: int, topk: int
     return experts <= 256 and size <= 32 and size * topk_group <= 128 and topk_group <= 4 and topk <= 8
 
 
-def supports_grouped_topk(
-    scores: Tensor,
-    n_group: int,
-    topk_group: int,
-    topk: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    bias: Tensor,
-    scoring_func: int = 0,
+def grouped_topk_layer(
+    scores: Tensor, n_group: int, topk_group: int, topk: int, bias: Tensor, scoring_func: int
 ) -> bool | str:
     """Whether the kernel takes the arguments; a sentence where not."""
     if scores.dim() != 2:
@@ -165,7 +166,20 @@ def grouped_topk(
     return weights, indices
 
 
-def supports_moe_align_block_size(
+def moe_align_block_size_layer(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None) -> bool | str:
+    """Whether the kernel takes the arguments; a sentence where not."""
+    if topk_ids.dim() != 2 or topk_ids.dtype not in _IDS:
+        return "topk_ids must be T[tokens, slots] of int32 or int64"
+    if num_experts > _MOST_EXPERTS:
+        return f"{MOE_ALIGN} takes {_MOST_EXPERTS} experts at most, not {num_experts}"
+    if expert_map is not None and expert_map.dtype is not torch.int32:
+        return f"{MOE_ALIGN} takes an expert_map of int32, not {expert_map.dtype}"
+    if not MOE_ALIGN.runs_on(topk_ids.device.type):
+        return f"{MOE_ALIGN} has no kernel for {topk_ids.device.type}"
+    return True
+
+
+def moe_align_block_size_call(
     topk_ids: Tensor,
     block_size: int,
     num_experts: int,
@@ -173,16 +187,8 @@ def supports_moe_align_block_size(
     pad_sorted_ids: bool = False,
     ignore_invalid_experts: bool = False,
 ) -> bool | str:
-    """Whether the kernel takes the arguments; a sentence where not."""
-    if topk_ids.dim() != 2 or topk_ids.dtype not in _IDS:
-        return "topk_ids must be T[tokens, slots] of int32 or int64"
-    if num_experts > _MOST_EXPERTS:
-        return f"{MOE_ALIGN} takes {_MOST_EXPERTS} experts at most, not {num_experts}"
-    if expert_map is not None and (expert_map.dtype is not torch.int32 or not expert_map.is_contiguous()):
-        return f"{MOE_ALIGN} takes a contiguous expert_map of int32"
-    if not MOE_ALIGN.runs_on(topk_ids.device.type):
-        return f"{MOE_ALIGN} has no kernel for {topk_ids.device.type}"
-    return True
+    """Whether the kernel can read the map; a sentence where not."""
+    return expert_map is None or expert_map.is_contiguous() or f"{MOE_ALIGN} takes a contiguous expert_map"
 
 
 def moe_align_block_size(
@@ -230,13 +236,21 @@ def moe_align_block_size(
     return sorted_ids, expert_ids, used
 
 
-def supports_moe_sum(inp: Tensor, out: Tensor) -> bool | str:
-    """Whether the kernel takes the arguments; a sentence where not."""
+def moe_sum_layer(inp: Tensor, out: Tensor) -> bool | str:
+    """Whether the kernel takes the dtypes; a sentence where not."""
     if inp.dim() != 3 or inp.shape[1] == 0:
         return "inp must be T[tokens, slots, hidden]"
-    if out.dtype is not inp.dtype or out.shape != (inp.shape[0], inp.shape[2]) or not out.is_contiguous():
-        return f"{MOE_SUM} writes a contiguous T[tokens, hidden] of inp's dtype"
+    if out.dtype is not inp.dtype:
+        return f"{MOE_SUM} writes an out of inp's dtype {inp.dtype}, not {out.dtype}"
     return problem(MOE_SUM, inp) or True
+
+
+def moe_sum_call(inp: Tensor, out: Tensor) -> bool | str:
+    """Whether the kernel can write ``out``; a sentence where not."""
+    tokens, _, hidden = inp.shape
+    if out.shape != (tokens, hidden) or not out.is_contiguous():
+        return f"{MOE_SUM} writes a contiguous T[tokens, hidden]"
+    return True
 
 
 def moe_sum(inp: Tensor, out: Tensor) -> Tensor:
@@ -255,7 +269,32 @@ def moe_sum(inp: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def supports_fused_experts(
+def fused_experts_layer(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_ids: Tensor,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    expert_map: Tensor | None,
+) -> bool | str:
+    """Whether vLLM's function takes the dtypes and the flags; a sentence where not."""
+    if hidden_states.dtype is torch.float32:
+        return "vLLM's fused_experts multiplies float32 in fewer bits (TF32)"
+    if activation not in ("silu", "gelu"):
+        return f"activation must be 'silu' or 'gelu', not {activation!r}"
+    if w1.dtype is not hidden_states.dtype or w2.dtype is not hidden_states.dtype:
+        return f"the weights are {w1.dtype} and {w2.dtype}, hidden_states {hidden_states.dtype}"
+    if apply_router_weight_on_input and topk_ids.shape[1] != 1:
+        return f"apply_router_weight_on_input needs one expert per token, not {topk_ids.shape[1]}"
+    if topk_ids.dtype not in _IDS:
+        return f"topk_ids must be int32 or int64, not {topk_ids.dtype}"
+    if expert_map is not None and expert_map.dtype is not torch.int32:
+        return f"expert_map must be int32, not {expert_map.dtype}"
+    return problem(MOE_SUM, hidden_states) or True
+
+
+def fused_experts_call(
     hidden_states: Tensor,
     w1: Tensor,
     w2: Tensor,
@@ -267,22 +306,10 @@ def supports_fused_experts(
     global_num_experts: int = -1,
     expert_map: Tensor | None = None,
 ) -> bool | str:
-    """Whether vLLM's function takes the arguments; a sentence where not."""
-    if hidden_states.dtype is torch.float32:
-        return "vLLM's fused_experts multiplies float32 in fewer bits (TF32)"
-    if activation not in ("silu", "gelu"):
-        return f"activation must be 'silu' or 'gelu', not {activation!r}"
-    if w1.dtype is not hidden_states.dtype or w2.dtype is not hidden_states.dtype:
-        return f"the weights are {w1.dtype} and {w2.dtype}, hidden_states {hidden_states.dtype}"
+    """Whether weights lie as vLLM's function reads them; a sentence where not."""
     if w1.stride(-1) != 1 or w2.stride(-1) != 1:
         return "the last dimension of w1 and w2 must be contiguous"
-    if apply_router_weight_on_input and topk_ids.shape[1] != 1:
-        return f"apply_router_weight_on_input needs one expert per token, not {topk_ids.shape[1]}"
-    if topk_ids.dtype not in _IDS or topk_weights.shape != topk_ids.shape:
-        return "topk_ids must be int32 or int64, of topk_weights' shape"
-    if expert_map is not None and expert_map.dtype is not torch.int32:
-        return f"expert_map must be int32, not {expert_map.dtype}"
-    return problem(MOE_SUM, hidden_states) or True
+    return topk_weights.shape == topk_ids.shape or "topk_ids must be of topk_weights' shape"
 
 
 @functools.cache

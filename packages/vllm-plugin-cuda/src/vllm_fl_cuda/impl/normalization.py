@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def supports_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float
-) -> bool | str:
-    """Whether the kernel takes the arguments; a sentence where not."""
+def rms_norm_layer(x: Tensor, weight: Tensor | None) -> bool | str:
+    """Whether the kernels take the dtypes; a layer may come with a residual and without."""
     if x.dim() == 0:
         return "x has no dimension"
-    kernel = RMS_NORM if residual is None else FUSED_ADD_RMS_NORM
-    reason = problem(kernel, x) or width_problem(x, x.shape[-1])
+    reason = problem(RMS_NORM, x) or problem(FUSED_ADD_RMS_NORM, x) or width_problem(x, x.shape[-1])
     if reason is not None:
         return reason
-    if weight is not None:
-        if weight.dtype is not x.dtype:
-            return f"{kernel} takes a weight of x's dtype {x.dtype}, not {weight.dtype}"
-        if weight.dim() != 1 or not weight.is_contiguous():
-            return f"{kernel} takes a contiguous weight of one dimension"
-    if residual is not None:
-        if residual is x:
-            return f"{kernel} writes x and residual, which are one tensor"
-        if residual.dtype is not x.dtype:
-            return f"{kernel} takes a residual of x's dtype {x.dtype}, not {residual.dtype}"
-        if residual.shape != x.shape:
-            return f"{kernel} takes a residual of x's shape"
-    return True
+    if weight is not None and weight.dtype is not x.dtype:
+        return f"{RMS_NORM} takes a weight of x's dtype {x.dtype}, not {weight.dtype}"
+    return weight is None or weight.dim() == 1 or f"{RMS_NORM} takes a weight of one dimension"
+
+
+def rms_norm_call(x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float) -> bool | str:
+    """Whether the residual fits, which a model may keep in another dtype."""
+    if weight is not None and not weight.is_contiguous():
+        return f"{RMS_NORM} takes a contiguous weight"
+    if residual is None:
+        return True
+    if residual is x:
+        return f"{FUSED_ADD_RMS_NORM} writes x and residual, which are one tensor"
+    if residual.dtype is not x.dtype:
+        return f"{FUSED_ADD_RMS_NORM} takes a residual of x's dtype {x.dtype}, not {residual.dtype}"
+    return residual.shape == x.shape or f"{FUSED_ADD_RMS_NORM} takes a residual of x's shape"
 
 
 def rms_norm(

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 _FLOAT32_TINY = torch.finfo(torch.float32).tiny
 
 
-def _supports(kernel: Kernel, x: Tensor) -> bool | str:
+def _layer(kernel: Kernel, x: Tensor) -> bool | str:
     if x.dim() != 2:
         return f"x must be T[tokens, hidden], not of {x.dim()} dimensions"
     return problem(kernel, x) or width_problem(x, x.shape[1]) or True
 
 
-def supports_int8(x: Tensor) -> bool | str:
+def int8_layer(x: Tensor) -> bool | str:
     """Whether the kernel takes ``x``; a sentence where not."""
-    return _supports(INT8_QUANT, x)
+    return _layer(INT8_QUANT, x)
 
 
 def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,9 +52,9 @@ def dynamic_per_token_quant_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return q, scales
 
 
-def supports_fp8(x: Tensor) -> bool | str:
+def fp8_layer(x: Tensor) -> bool | str:
     """Whether the kernel takes ``x``; a sentence where not."""
-    return _supports(FP8_QUANT, x)
+    return _layer(FP8_QUANT, x)
 
 
 def dynamic_per_token_quant_fp8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,32 @@ def _cpu_problem(x: Tensor, half: int) -> str | None:
     return None
 
 
-def supports_rotary_embedding(
+def rotary_embedding_layer(
+    query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, cos_sin_cache: Tensor | None
+) -> bool | str:
+    """Whether the kernel takes the dtypes and the sizes of a head and a table."""
+    if query.dim() != 3:
+        return f"query must be T[tokens, heads, head], not of {query.dim()} dimensions"
+    head = query.shape[2]
+    reason = problem(ROTARY_EMBEDDING, query)
+    if reason is not None:
+        return reason
+    if key is not None:
+        if key.dtype is not query.dtype:
+            return f"{ROTARY_EMBEDDING} takes a key of query's dtype {query.dtype}, not {key.dtype}"
+        if key.dim() != 3 or key.shape[2] != head:
+            return "key must be T[tokens, heads, head], its heads of query's size"
+    table = cos if cos_sin_cache is None else cos_sin_cache
+    if table.dtype not in FLOATS or sin.dtype is not cos.dtype:
+        return f"{ROTARY_EMBEDDING} takes no table of {table.dtype} and {sin.dtype}"
+    if table.dtype is not query.dtype and query.device.type == "cpu":
+        return f"the CPU's kernel takes a table of query's dtype {query.dtype}, not {table.dtype}"
+    if 2 * cos.shape[-1] > head:
+        return f"a head of {head} has no {2 * cos.shape[-1]} elements to rotate"
+    return True
+
+
+def rotary_embedding_call(
     query: Tensor,
     key: Tensor | None,
     cos: Tensor,
@@ -49,37 +74,22 @@ def supports_rotary_embedding(
     inplace: bool = True,
     cos_sin_cache: Tensor | None = None,
 ) -> bool | str:
-    """Whether the kernel takes the arguments; a sentence where not."""
-    if query.dim() != 3:
-        return f"query must be T[tokens, heads, head], not of {query.dim()} dimensions"
-    _, heads, head = query.shape
-    reason = problem(ROTARY_EMBEDDING, query) or (_layout_problem("query", query) if inplace else None)
+    """Whether heads lie and divide as the kernel takes them; layers may share one rotation."""
+    reason = _layout_problem("query", query) if inplace else None
+    if key is not None and reason is None:
+        heads, of_key = query.shape[1], key.shape[1]
+        if of_key == 0 or heads % of_key:
+            return f"{heads} query heads are no multiple of {of_key} key heads"
+        reason = _layout_problem("key", key) if inplace else None
     if reason is not None:
         return reason
-    if key is not None:
-        if key.dtype is not query.dtype:
-            return f"{ROTARY_EMBEDDING} takes a key of query's dtype {query.dtype}, not {key.dtype}"
-        if key.dim() != 3 or key.shape[2] != head:
-            return "key must be T[tokens, heads, head], its heads of query's size"
-        if key.shape[1] == 0 or heads % key.shape[1]:
-            return f"{heads} query heads are no multiple of {key.shape[1]} key heads"
-        reason = _layout_problem("key", key) if inplace else None
-        if reason is not None:
-            return reason
-    table = cos if cos_sin_cache is None else cos_sin_cache
-    if table.dtype not in FLOATS or sin.dtype is not cos.dtype:
-        return f"{ROTARY_EMBEDDING} takes no table of {table.dtype} and {sin.dtype}"
-    if table.dtype is not query.dtype and query.device.type == "cpu":
-        return f"the CPU's kernel takes a table of query's dtype {query.dtype}, not {table.dtype}"
-    if query.device.type == "cpu" and query.dtype is torch.bfloat16 and not rotary_interleaved:
+    if position_ids is not None and position_ids.dim() != 1:
+        return "position_ids must be T[tokens]"
+    if not rotary_interleaved and query.dtype is torch.bfloat16 and query.device.type == "cpu":
         for x in (query, key):
             reason = None if x is None else _cpu_problem(x, cos.shape[-1])
             if reason is not None:
                 return reason
-    if 2 * cos.shape[-1] > head:
-        return f"a head of {head} has no {2 * cos.shape[-1]} elements to rotate"
-    if position_ids is not None and position_ids.dim() != 1:
-        return "position_ids must be T[tokens]"
     return True
 
 
