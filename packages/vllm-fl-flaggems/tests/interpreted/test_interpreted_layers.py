@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from flaggems_asked import asked
 from judged import close
 from judged import fresh
 
@@ -17,7 +18,6 @@ from vllm_fl.conformance.tensors import named
 from vllm_fl.conformance.tensors import odd_stride
 from vllm_fl.conformance.tensors import random
 from vllm_fl.conformance.tensors import transposed
-from vllm_fl_flaggems import limits
 from vllm_fl_flaggems.impl.activation import gelu_and_mul
 from vllm_fl_flaggems.impl.activation import silu_and_mul
 from vllm_fl_flaggems.impl.normalization import rms_norm
@@ -49,7 +49,7 @@ def near(out: torch.Tensor, reference: torch.Tensor) -> None:
 def test_silu_and_mul(shape, layout, dtype):
     x = layout(random(*shape, dtype=dtype, scale=3))
     kept = x.clone()
-    assert limits.silu_and_mul(x) is True
+    assert asked("silu_and_mul", x) is True
     out = silu_and_mul(x)
     close(out, truth.gated(x, "silu"), dtype)
     near(out, reference_activation.silu_and_mul(x))
@@ -62,7 +62,7 @@ def test_silu_and_mul(shape, layout, dtype):
 @pytest.mark.parametrize("layout", [contiguous, odd_stride], ids=lambda f: f.__name__)
 def test_gelu_and_mul(layout, approximate, dtype):
     x = layout(random(2, 3, 30, dtype=dtype, scale=2))
-    assert limits.gelu_and_mul(x, approximate) is True
+    assert asked("gelu_and_mul", x, approximate) is True
     out = gelu_and_mul(x, approximate)
     close(out, truth.gated(x, "gelu" if approximate == "none" else "gelu_tanh"), dtype)
     near(out, reference_activation.gelu_and_mul(x, approximate))
@@ -113,7 +113,7 @@ def test_rms_norm(shape, layout, dtype):
     x = layout(random(*shape, dtype=dtype))
     kept = x.clone()
     weight = random(shape[-1], dtype=dtype, seed=1)
-    assert limits.rms_norm(x, None, weight, 1e-5) is True
+    assert asked("rms_norm", x, None, weight, 1e-5) is True
     out = rms_norm(x, None, weight, 1e-5)
     # One rounding, where the contract has two: both are within its tolerance.
     close(out, truth.rms_norm(x, None, weight, 1e-5)[0], dtype)
@@ -135,7 +135,7 @@ def test_add_rms_norm(shape, layout, dtype):
     weight = random(shape[-1], dtype=torch.float32, seed=2)
     normed_truth, total_truth = truth.rms_norm(x, residual, weight, 1e-6)
     reference = reference_normalization.rms_norm(x, residual, weight, 1e-6)
-    assert limits.rms_norm(x, residual, weight, 1e-6) is True
+    assert asked("rms_norm", x, residual, weight, 1e-6) is True
     normed, total = rms_norm(x, residual, weight, 1e-6)
     close(normed, normed_truth, dtype)
     close(total, total_truth, dtype)
@@ -226,7 +226,7 @@ def test_rotary(positions, head, rot, inplace, interleaved, dtype):
     kept = query.clone(), key.clone()
     expected = [truth.rotary(x[..., :rot], cos, sin, position_ids, interleaved) for x in kept]
     other = reference_rotary.rotary_embedding(*kept, cos, sin, position_ids, interleaved, False, cache)
-    assert limits.rotary_embedding(query, key, cos, sin, position_ids, interleaved, inplace, cache) is True
+    assert asked("rotary_embedding", query, key, cos, sin, position_ids, interleaved, inplace, cache) is True
     outs = rotary_embedding(query, key, cos, sin, position_ids, interleaved, inplace, cache)
     for x, before, out, right, theirs in zip((query, key), kept, outs, expected, other, strict=True):
         close(out[..., :rot], right, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from flaggems_asked import asked
 from judged import close
 from judged import close_to_rms
 from judged import fresh
@@ -14,7 +15,6 @@ from vllm_fl.conformance.tensors import named
 from vllm_fl.conformance.tensors import odd_stride
 from vllm_fl.conformance.tensors import random
 from vllm_fl.conformance.tensors import transposed
-from vllm_fl_flaggems import limits
 from vllm_fl_flaggems.impl import moe
 from vllm_fl_reference.impl import moe as reference
 
@@ -52,7 +52,7 @@ def test_topk_softmax(n, experts, k, index, renormalize, layout, dtype):
     gating = layout(distinct(n, experts, dtype=dtype))
     kept = gating.clone()
     weights, indices, sources = outputs(n, k, index)
-    assert limits.topk_softmax(weights, indices, sources, gating, renormalize) is True
+    assert asked("topk_softmax", weights, indices, sources, gating, renormalize) is True
     returned = moe.topk_softmax(weights, indices, sources, gating, renormalize)
     assert returned[0] is weights
     assert returned[1] is indices
@@ -89,7 +89,7 @@ def test_grouped_topk(experts, n_group, topk_group, topk, renormalize, scoring_f
     # A bias of float32 beside scores of float16 must not be rounded before the choice.
     bias = random(experts, seed=6)
     arguments = (scores, n_group, topk_group, topk, renormalize, 2.5, bias, scoring_func)
-    assert limits.grouped_topk(*arguments) is True
+    assert asked("grouped_topk", *arguments) is True
     weights, indices = moe.grouped_topk(*arguments)
     theirs = reference.grouped_topk(*arguments)
     torch.testing.assert_close(weights, theirs[0], rtol=1e-5, atol=1e-6)
@@ -146,7 +146,7 @@ def test_moe_align_block_size(n, k, num_experts, block_size, pad, mapped, dtype)
         expert_map = torch.arange(num_experts, dtype=torch.int32) // 2
         expert_map[1::2] = -1
     kept = topk_ids.clone()
-    assert limits.moe_align_block_size(topk_ids, block_size, num_experts, expert_map, pad) is True
+    assert asked("moe_align_block_size", topk_ids, block_size, num_experts, expert_map, pad) is True
     outs = moe.moe_align_block_size(topk_ids, block_size, num_experts, expert_map, pad)
     check_alignment(topk_ids, block_size, num_experts, expert_map, pad, outs)
     assert torch.equal(topk_ids, kept)
@@ -168,7 +168,7 @@ def test_moe_sum(shape, layout, dtype):
     inp = layout(random(*shape, dtype=dtype))
     kept = inp.clone()
     out = torch.full((shape[0], shape[2] + 3), 9.0, dtype=dtype)[:, : shape[2]]
-    assert limits.moe_sum(inp, out) is True
+    assert asked("moe_sum", inp, out) is True
     assert moe.moe_sum(inp, out) is out
     close(out, inp.double().sum(1), dtype)
     theirs = reference.moe_sum(inp, torch.empty_like(out))
@@ -201,7 +201,7 @@ def test_fused_experts(layout, mapped, on_input, dtype):
         "global_num_experts": experts if mapped else -1,
         "expert_map": expert_map,
     }
-    assert limits.fused_experts(hidden, w1, w2, weights, ids, **arguments) is True
+    assert asked("fused_experts", hidden, w1, w2, weights, ids, **arguments) is True
     out = moe.fused_experts(hidden, w1, w2, weights, ids, **arguments)
     right = truth.fused_experts(hidden, w1, w2, weights, ids, "silu", on_input, expert_map)
     assert out.dtype is dtype
