@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_fl.dispatch import OPERATORS
+from vllm_fl.dispatch.calling.binding import adapt
+
 
 def refusal(backend: Any, op_name: str, *args: Any, **kwargs: Any) -> str | None:
-    """What ``supports`` says against a call; None if it agrees."""
-    answer = backend.implementation_of(op_name).supports(*args, **kwargs)
-    return None if answer is True else answer
+    """What the backend's predicates say against a call, for the layer first; None if they agree."""
+    operator = OPERATORS[op_name]
+    bound = operator.signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    for predicate in backend.implementation_of(op_name).predicates():
+        answer = adapt(operator, predicate, is_predicate=True)(*bound.args, **bound.kwargs)
+        if answer is not True:
+            return answer
+    return None
 
 
 def call(backend: Any, op_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator that ``supports`` agrees to."""
-    implementation = backend.implementation_of(op_name)
-    assert implementation.supports(*args, **kwargs) is True
-    return implementation.load()(*args, **kwargs)
+    """Call an operator that the backend's predicates agree to."""
+    assert refusal(backend, op_name, *args, **kwargs) is None
+    return backend.implementation_of(op_name).load()(*args, **kwargs)

@@ -214,5 +214,5 @@ def test_a_device_elsewhere(backend, monkeypatch):
     """Off the emulation a tensor on the CPU is refused: the kernels would raise."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(_availability, "device_type", lambda: "npu")
-    answer = backend.implementation_of("silu_and_mul").supports(torch.ones(2, 4))
-    assert answer == "x is on cpu, and the kernels take tensors on npu"
+    (for_layer,) = backend.implementation_of("silu_and_mul").predicates()
+    assert for_layer(torch.ones(2, 4)) == "x is on cpu, and the kernels take tensors on npu"

@@ -1,10 +1,12 @@
-"""When the kernels may run: one predicate for each operator.
+"""When the kernels may run: what is asked of each operator.
 
-Each takes the operator's arguments and returns True or a sentence. The limits are
-those that torch_npu's own documentation states (``torch_npu/_op_plugin_docs.py``
-and ``op_plugin/meta`` of the wheel); where it is silent, what it shows in its
-examples. They look at dtype, device, rank and trailing dimensions, never at the
-number of tokens, so that a compiled graph may rely on the answer.
+``<operator>_layer`` is asked once for a layer, of what never changes for it: devices,
+dtypes, last dimensions, weights, flags; ``<operator>_call`` of the rest, at every call. They
+take those of the operator's arguments that they look at, and return True or a sentence.
+The limits are those that torch_npu's own documentation states
+(``torch_npu/_op_plugin_docs.py`` and ``op_plugin/meta`` of the wheel); where it is silent,
+what it shows in its examples. None is of the number of tokens, so that a compiled graph may
+rely on the answer.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def _tensor(name: str, x: Tensor, dtypes: tuple[str, ...]) -> str | None:
     return None
 
 
-def _gated(x: Tensor) -> bool | str:
+def gated_layer(x: Tensor) -> bool | str:
+    """npu_swiglu and npu_geglu: 1 to 8 dimensions, float16, bfloat16, float32."""
     problem = _tensor("x", x, _FLOATING)
     if problem:
         return problem
@@ -56,25 +59,18 @@ def _gated(x: Tensor) -> bool | str:
     return x.dim() <= 8 or "the kernel takes up to 8 dimensions"
 
 
-def silu_and_mul(x: Tensor) -> bool | str:
-    """npu_swiglu: 1 to 8 dimensions, float16, bfloat16, float32."""
-    return _gated(x)
-
-
-def gelu_and_mul(x: Tensor, approximate: str = "none") -> bool | str:
-    """npu_geglu: 1 to 8 dimensions, float16, bfloat16, float32."""
-    return _gated(x)
-
-
-def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float) -> bool | str:
-    """npu_rms_norm: 2 to 8 dimensions; gamma is required and of x's dtype."""
+def rms_norm_layer(x: Tensor, weight: Tensor | None) -> bool | str:
+    """npu_rms_norm: gamma is required and of x's dtype."""
     problem = _tensor("x", x, _FLOATING)
     if problem:
         return problem
     if weight is None:
         return "the kernel needs a weight"
-    if weight.dtype is not x.dtype:
-        return "the kernel needs a weight of x's dtype"
+    return weight.dtype is x.dtype or "the kernel needs a weight of x's dtype"
+
+
+def rms_norm_call(x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon: float) -> bool | str:
+    """npu_rms_norm: 2 to 8 dimensions; npu_add_rms_norm: a residual like x."""
     if not 2 <= x.dim() <= 8:
         return "the kernel takes 2 to 8 dimensions"
     if residual is not None and (residual.dtype is not x.dtype or residual.shape[1:] != x.shape[1:]):
@@ -82,16 +78,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor | None, epsilon:
     return True
 
 
-def rotary_embedding(
-    query: Tensor,
-    key: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    position_ids: Tensor | None,
-    rotary_interleaved: bool = False,
-    inplace: bool = True,
-    cos_sin_cache: Tensor | None = None,
-) -> bool | str:
+def rotary_embedding_layer(query: Tensor, key: Tensor | None, cos: Tensor) -> bool | str:
     """npu_mrope: query and key together; rotary_dim a multiple of 64 bytes.
 
     The documentation names the dtypes and not whether the table's may differ.
@@ -113,19 +100,13 @@ def rotary_embedding(
 
 
 def attention_backend(use_mla: bool = False, use_sparse: bool = False, *, selector: Any = None) -> bool | str:
-    """AscendAttentionBackend has no latent and no sparse attention."""
+    """AscendAttentionBackend has no latent and no sparse attention. Asked when a model is built, once."""
     if use_mla:
         return "there is no multi-head latent attention here"
     return not use_sparse or "there is no sparse attention here"
 
 
-def topk_softmax(
-    topk_weights: Tensor,
-    topk_indices: Tensor,
-    token_expert_indices: Tensor,
-    gating_output: Tensor,
-    renormalize: bool = False,
-) -> bool | str:
+def topk_softmax_layer(topk_weights: Tensor, topk_indices: Tensor, gating_output: Tensor) -> bool | str:
     """npu_moe_gating_top_k_softmax: 0 < k <= experts, k <= 1024."""
     problem = _tensor("gating_output", gating_output, _FLOATING)
     if problem:
@@ -138,15 +119,8 @@ def topk_softmax(
     )
 
 
-def grouped_topk(
-    scores: Tensor,
-    n_group: int,
-    topk_group: int,
-    topk: int,
-    renormalize: bool,
-    routed_scaling_factor: float,
-    bias: Tensor,
-    scoring_func: int = 0,
+def grouped_topk_layer(
+    scores: Tensor, n_group: int, topk_group: int, topk: int, scoring_func: int
 ) -> bool | str:
     """npu_moe_gating_top_k: its own sigmoid; up to 2048 experts, more than 2 in a group."""
     problem = _tensor("scores", scores, _FLOATING)
@@ -166,17 +140,15 @@ def grouped_topk(
     return 1 <= topk <= size * topk_group or "the chosen groups do not hold so many experts"
 
 
-def fused_experts(
+def fused_experts_layer(
     hidden_states: Tensor,
     w1: Tensor,
     w2: Tensor,
-    topk_weights: Tensor,
     topk_ids: Tensor,
-    *,
-    activation: str = "silu",
-    apply_router_weight_on_input: bool = False,
-    global_num_experts: int = -1,
-    expert_map: Tensor | None = None,
+    activation: str,
+    apply_router_weight_on_input: bool,
+    global_num_experts: int,
+    expert_map: Tensor | None,
 ) -> bool | str:
     """The four kernels: one dtype, every expert here, inner dimensions below 65536."""
     for name, x in (("hidden_states", hidden_states), ("w1", w1), ("w2", w2)):
@@ -200,7 +172,7 @@ def fused_experts(
     return True
 
 
-def dynamic_quant(x: Tensor) -> bool | str:
+def dynamic_quant_layer(x: Tensor) -> bool | str:
     """npu_dynamic_quant: float16 or bfloat16, more than one dimension."""
     problem = _tensor("x", x, _HALF)
     if problem:

@@ -64,7 +64,7 @@ def grouped_topk(
     renormalize: bool,
     routed_scaling_factor: float,
     bias: Tensor,
-    scoring_func: int = 1,
+    scoring_func: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Choose topk experts from the topk_group best groups, by ``npu_moe_gating_top_k``.
 
@@ -113,6 +113,8 @@ def fused_experts(
     *,
     activation: str = "silu",
     apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: Tensor | None = None,
 ) -> Tensor:
     """Run every token through its experts and add their weighted results.
 
@@ -127,6 +129,8 @@ def fused_experts(
         activation: ``"silu"`` or ``"gelu"``.
         apply_router_weight_on_input: multiply the input by the weight and not the
             result; k is 1 then.
+        global_num_experts: -1 or e: every expert is on this device.
+        expert_map: None.
 
     Returns:
         T[n, h], new and contiguous, hidden_states' dtype.
