@@ -48,6 +48,9 @@ def load(library: str) -> None:
     # What vLLM asks the processor before it chooses.
     torch.cpu._is_avx512_supported = lambda: library != "_C_AVX2"
     torch.cpu._is_avx512_bf16_supported = lambda: library == "_C"
+    # A processor with AMX has AVX512-BF16 too: the other libraries have no attention for it.
+    if library != "_C":
+        torch.cpu._is_amx_tile_supported = lambda: False
     from vllm.platforms import current_platform
 
     current_platform.import_kernels()

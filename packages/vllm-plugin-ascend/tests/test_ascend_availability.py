@@ -15,6 +15,7 @@ from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch.backend import forget_availability
 from vllm_fl_ascend import _availability
 from vllm_fl_ascend import register_ops
+from vllm_fl_ascend.chip import CHIP
 
 _OPERATORS = {
     "silu_and_mul",
@@ -99,7 +100,10 @@ def test_entry_point():
         entries = importlib.metadata.distribution("vllm-plugin-ascend").entry_points
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("needs the installed wheel")
-    assert [(e.group, e.name, e.load()) for e in entries] == [("vllm_fl.plugin", "ascend", register_ops)]
+    assert {(e.group, e.name): e.load() for e in entries} == {
+        ("vllm_fl.plugin", "ascend"): register_ops,
+        ("vllm_fl.platforms", "ascend"): CHIP,
+    }
 
 
 def test_without_torch_npu(monkeypatch):
