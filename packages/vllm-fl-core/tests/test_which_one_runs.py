@@ -17,11 +17,14 @@ from vllm_fl.dispatch import OpRegistry
 from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import UnknownOperatorError
 from vllm_fl.dispatch import call_op
+from vllm_fl.dispatch import callables
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import match_token
 from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch import resolve_op
 from vllm_fl.dispatch import set_global_policy
+from vllm_fl.dispatch.calling import binding
+from vllm_fl.dispatch.calling import guard
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -420,6 +423,29 @@ def test_degradation_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
         f"{FLAGOS} (-) is preferred for {OP} but not available: the device is away. {TORCH} runs instead, "
         "in plain PyTorch, which is slower; `vllm-fl explain --all` shows every operator."
     )
+
+
+def test_asking_has_no_effects(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`explain` says what a call would do, its form and its tuned lines; nothing is built or said."""
+
+    def built(*_: Any, **__: Any) -> Any:
+        raise AssertionError("something was built")
+
+    manager = manager_of(f"{FLAGOS}!", ACME, TORCH)
+    entries = [{"dtype": "bfloat16", "last": 64, "max_rows": 16, "order": [TORCH]}]
+    set_global_policy(SelectionPolicy.from_dict(tuned={OP: entries}))
+    with monkeypatch.context() as context:
+        for module in (guard, binding):
+            context.setattr(module, "generated", built)
+        context.setattr(callables, "callable_of", built)
+        first, second = manager.explain(OP), manager.explain(OP, native=True)
+        assert manager.get_selected_impl_id(OP) == ACME
+    assert (first.form, first.tuned) == ("guard", (f"up to 16 rows of 64, bfloat16: {TORCH}",))
+    assert second.usable[-1].impl_id == "native"
+    assert not caplog.records
+    assert manager._table == {}
+    manager.call(OP, 1)
+    assert len(caplog.records) == 1, "the warning had not been taken for said"
 
 
 def test_nothing_is_warned_of_where_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:

@@ -111,15 +111,7 @@ class Dispatched:
 
     def bound(self, arguments: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments as the contract passes them: by position where it can be."""
-        positional: list[Any] = []
-        keywords: dict[str, Any] = {}
-        for name, parameter in self.operator.signature.parameters.items():
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                if name in arguments:
-                    keywords[name] = arguments[name]
-            else:
-                positional.append(arguments.get(name, parameter.default))
-        return positional, keywords
+        return self.operator.call_of(arguments)
 
     def __call__(self, arguments: dict[str, Any]) -> Any:
         """Call the operator through the dispatch.

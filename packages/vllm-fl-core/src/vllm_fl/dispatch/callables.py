@@ -55,7 +55,7 @@ class Resolved:
     is_settled: bool = False
 
 
-def build(
+def callable_of(
     decision: Decision,
     snapshot: OpRegistrySnapshot,
     failures: guard.Failures,
@@ -90,7 +90,7 @@ def build(
                 candidates.append(wrap(candidate) if wrap else candidate)
             elif native is not None:
                 candidates.append(replace(native, fn=trace.recorded(op_name, NATIVE, native.fn)))
-        fn = guard.build(op_name, operator, candidates, failures, strict=strict)
+        fn = guard.guarded(op_name, operator, candidates, failures, strict=strict)
         return Resolved(fn, its, tuple(candidates), any(settled))
 
     default = made(decision)

@@ -110,15 +110,17 @@ class Operator:
         return {**values, **kwargs}
 
     def call_of(self, values: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return how the contract passes arguments: by position what it can, the rest by name."""
+        """Return how the contract passes arguments: by position what it can, the rest by name.
+
+        What is not given has its default by position, and is left out by name.
+        """
         positional: list[Any] = []
         keywords: dict[str, Any] = {}
         for name, parameter in self.signature.parameters.items():
-            value = values.get(name, parameter.default)
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                keywords[name] = value
-            else:
-                positional.append(value)
+            if parameter.kind is not parameter.KEYWORD_ONLY:
+                positional.append(values.get(name, parameter.default))
+            elif name in values:
+                keywords[name] = values[name]
         return positional, keywords
 
     def places(self, names: Iterable[str]) -> list[int]:

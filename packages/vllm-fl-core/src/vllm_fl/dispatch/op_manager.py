@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_fl.dispatch import selection
 from vllm_fl.dispatch.availability import provisional_answers
-from vllm_fl.dispatch.callables import build
+from vllm_fl.dispatch.callables import callable_of
 from vllm_fl.dispatch.callables import nothing_runs
 from vllm_fl.dispatch.callables import warn_of_degradation
 from vllm_fl.dispatch.calling.guard import Candidate
@@ -212,7 +212,9 @@ class OpManager(Tables):
         warn_of_degradation(decision, self._warned)
         strict = effective(policy, snapshot).strict
         measured = policy.measured(op_name)
-        return build(decision, snapshot, self.failures, asked, native, measured, strict=strict, wrap=wrap)
+        return callable_of(
+            decision, snapshot, self.failures, asked, native, measured, strict=strict, wrap=wrap
+        )
 
     # -- plugins and the policy ----------------------------------------------
 

@@ -31,9 +31,14 @@ from typing import Any
 from vllm_fl.dispatch.declaration import TorchForm
 from vllm_fl.dispatch.declaration import declaration_of
 from vllm_fl.dispatch.declaration import operator
+from vllm_fl.dispatch.fakes import aligned_blocks
+from vllm_fl.dispatch.fakes import chosen_of_each_row
+from vllm_fl.dispatch.fakes import contiguous_like
+from vllm_fl.dispatch.fakes import half_of_the_last
+from vllm_fl.dispatch.fakes import one_or_with_the_sum
+from vllm_fl.dispatch.fakes import quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from collections.abc import Mapping
     from typing import TypeAlias
 
@@ -42,49 +47,10 @@ if TYPE_CHECKING:
     Tensor: TypeAlias = Any  # torch.Tensor; the core imports no torch
 
 
-def _half(torch: Any, x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-def _contiguous_like(torch: Any, x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _rms_norm(torch: Any, x: Tensor, residual: Tensor | None, *_: Any) -> Any:
-    normed = _contiguous_like(torch, x)
-    return normed if residual is None else (normed, _contiguous_like(torch, x))
-
-
-def _grouped_topk(torch: Any, scores: Tensor, n_group: int, topk_group: int, topk: int, *_: Any) -> Any:
-    shape = (scores.shape[0], topk)
-    return scores.new_empty(shape, dtype=torch.float32), scores.new_empty(shape, dtype=torch.int32)
-
-
-def _moe_align(
-    torch: Any, topk_ids: Tensor, block_size: int, num_experts: int, expert_map: Any, pad: bool, *_: Any
-) -> Any:
-    pairs = topk_ids.numel()
-    padded = pairs + num_experts * (block_size - 1)
-    if pad:
-        padded = (padded + block_size - 1) // block_size * block_size
-    # The smaller one, always: a branch on a traced number of tokens would be frozen.
-    padded = torch.sym_min(pairs * block_size, padded)
-    blocks = (padded + block_size - 1) // block_size
-    return tuple(topk_ids.new_empty((size,), dtype=torch.int32) for size in (padded, blocks, 1))
-
-
-def _quantized(dtype: str) -> Callable[..., Any]:
-    def fake(torch: Any, x: Tensor) -> Any:
-        scales = x.new_empty((x.shape[0], 1), dtype=torch.float32)
-        return x.new_empty(x.shape, dtype=getattr(torch, dtype)), scales
-
-    return fake
-
-
 class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
     """Every operator that the core declares. A backend overrides those that it offers."""
 
-    @operator(fake=_half)
+    @operator(fake=half_of_the_last)
     def silu_and_mul(self, x: Tensor) -> Tensor:
         """Return ``silu(x[..., :d]) * x[..., d:]``.
 
@@ -98,7 +64,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         """
         raise NotImplementedError
 
-    @operator(fake=lambda torch, x, *_: _half(torch, x))
+    @operator(fake=half_of_the_last)
     def gelu_and_mul(self, x: Tensor, approximate: str = "none") -> Tensor:
         """Return ``gelu(x[..., :d]) * x[..., d:]``.
 
@@ -119,7 +85,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
 
     @operator(
         mutates=("x", "residual"),
-        fake=_rms_norm,
+        fake=one_or_with_the_sum,
         forms=(
             TorchForm("rms_norm", fixed={"residual": None}),
             TorchForm("add_rms_norm", "(Tensor, Tensor)", present=("residual",), donated=("x", "residual")),
@@ -153,8 +119,8 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         mutates=("query", "key"),
         hints=("cos_sin_cache",),
         fake=lambda torch, query, key, *_: (
-            _contiguous_like(torch, query),
-            None if key is None else _contiguous_like(torch, key),
+            contiguous_like(torch, query),
+            None if key is None else contiguous_like(torch, key),
         ),
         forms=(
             TorchForm(
@@ -259,7 +225,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         """
         raise NotImplementedError
 
-    @operator(fake=_grouped_topk)
+    @operator(fake=chosen_of_each_row)
     def grouped_topk(
         self,
         scores: Tensor,
@@ -293,7 +259,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         """
         raise NotImplementedError
 
-    @operator(fake=_moe_align, forms=(TorchForm("moe_align_block_size", "(Tensor, Tensor, Tensor)"),))
+    @operator(fake=aligned_blocks, forms=(TorchForm("moe_align_block_size", "(Tensor, Tensor, Tensor)"),))
     def moe_align_block_size(
         self,
         topk_ids: Tensor,
@@ -342,7 +308,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         raise NotImplementedError
 
     @operator(
-        fake=lambda torch, hidden_states, *_, **__: _contiguous_like(torch, hidden_states),
+        fake=contiguous_like,
         native_prepares=True,
     )
     def fused_experts(
@@ -385,7 +351,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         """
         raise NotImplementedError
 
-    @operator(fake=_quantized("int8"))
+    @operator(fake=quantized("int8"))
     def dynamic_per_token_quant_int8(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantise each row symmetrically to int8.
 
@@ -400,7 +366,7 @@ class Operators(abc.ABC):  # noqa: B024 - a backend overrides what it offers
         """
         raise NotImplementedError
 
-    @operator(fake=_quantized("float8_e4m3fn"))
+    @operator(fake=quantized("float8_e4m3fn"))
     def dynamic_per_token_quant_fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Quantise each row to float8_e4m3fn.
 

@@ -72,7 +72,7 @@ class _Choice:
 _decided: tuple[Plan | None, dict[tuple[Any, ...], _Choice]] = (None, {})
 
 
-def decide(layer: Layer) -> None:
+def choose(layer: Layer) -> None:
     """Choose what the layer runs, once; on a fault of ours it stays vLLM's own.
 
     Raises:
@@ -264,7 +264,7 @@ class _Choosing:
                 fn = trace.recorded(op_name, NATIVE, fn) if is_recorded else fn
                 native = Candidate(NATIVE, fn, writes=operator.mutates, traceable=True)
                 candidates = (*before, native, *after)
-            function = guard.build(op_name, operator, candidates, failures, strict=strict)
+            function = guard.guarded(op_name, operator, candidates, failures, strict=strict)
             if watch is None:
                 return function
             return called(operator, Resolved(function, decision, candidates), watch)

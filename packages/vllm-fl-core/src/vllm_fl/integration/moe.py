@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_fl.integration.choice import decide
+from vllm_fl.integration.choice import choose
 from vllm_fl.integration.layer import Layer
 from vllm_fl.integration.layer import Served
 from vllm_fl.integration.layer import serving
@@ -37,7 +37,7 @@ class ServedExperts(Served):
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
         """Create the weights of ``layer`` as ever, then decide."""
         super().create_weights(layer, *args, **kwargs)  # type: ignore[misc]
-        decide(self.vllm_fl_layer(self, layer))
+        choose(self.vllm_fl_layer(self, layer))
         if serving(self) is not None:
             self.__class__ = _unprepared(type(self))  # type: ignore[arg-type]
 
@@ -152,7 +152,7 @@ class ServedRunner(Served):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        decide((GroupedRouter if _is_grouped(self.router) else Router)(self.router, self))
+        choose((GroupedRouter if _is_grouped(self.router) else Router)(self.router, self))
 
 
 #: The routers that do what the two operators do. vLLM's router for CPUs does it all.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vllm_fl.integration.choice import decide
+from vllm_fl.integration.choice import choose
 from vllm_fl.integration.layer import Layer
 from vllm_fl.integration.seam import Seam
 
@@ -177,7 +177,7 @@ def _per_token(function: Callable[..., Any], x: torch.Tensor) -> tuple[torch.Ten
 
 def _decide_for(kernel: Any, layer: Any) -> None:
     its = Int8Linear(kernel, layer)
-    decide(its)
+    choose(its)
     if its.reason is None:
         # It keeps no kernel alive, nor its weights.
         operator = kernel._vllm_fl_quantize

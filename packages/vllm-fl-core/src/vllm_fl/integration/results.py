@@ -143,10 +143,9 @@ _promises: dict[int, tuple[Operator, dict[Any, _Promise]]] = {}
 
 def _promise(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) -> _Promise:
     names = list(operator.signature.parameters)
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    form = _form(operator, values)
+    form = _form(operator, operator.bind(args, kwargs))
     if form is not None and form.in_place:
-        return _Promise(tuple(names.index(name) for name in form.result), is_in_place=True)
+        return _Promise(tuple(operator.places(form.result)), is_in_place=True)
     given_away = operator.mutates if form is None else form.donated
     tensors = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
     kept = tuple(place for place in tensors if names[place] not in given_away)
@@ -166,8 +165,8 @@ def _promise(operator: Operator, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 def _form(operator: Operator, values: dict[str, Any]) -> TorchForm | None:
     for form in operator.forms:
-        is_fixed = all(values.get(name) is value for name, value in (form.fixed or {}).items())
-        if is_fixed and all(values.get(name) is not None for name in form.present):
+        is_fixed = all(values[name] is value for name, value in (form.fixed or {}).items())
+        if is_fixed and all(values[name] is not None for name in form.present):
             return form
     return None
 

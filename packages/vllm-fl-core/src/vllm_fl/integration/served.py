@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from typing import Any
 
-from vllm_fl.integration.choice import decide
+from vllm_fl.integration.choice import choose
 from vllm_fl.integration.layer import Served
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class DecidesWhenBuilt(Served):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        decide(self.vllm_fl_layer(self))
+        choose(self.vllm_fl_layer(self))
 
 
 def served_class(theirs: type, cls: type, layer: type[Layer]) -> type:

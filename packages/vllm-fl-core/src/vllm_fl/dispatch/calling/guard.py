@@ -324,7 +324,7 @@ def _add_notes(error: Exception, notes: Iterable[str], prefix: str = "vllm-fl: "
             error.add_note(prefix + note)
 
 
-def build(
+def guarded(
     name: str,
     operator: Operator | None,
     candidates: Sequence[Candidate],
