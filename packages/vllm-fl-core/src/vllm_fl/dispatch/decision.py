@@ -24,7 +24,7 @@ FAILED = "failed"
 NOT_THIS_LAYER = "not-this-layer"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CandidateReport:
     """One implementation in a decision.
 
@@ -48,7 +48,7 @@ class CandidateReport:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision:
     """What runs for an operator and why; ``str()`` is the table that a person reads.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
 
@@ -57,12 +56,12 @@ _LATE = "late registration"
 _FREEZES_TRIED = 100
 
 
-@dataclass(frozen=True, slots=True)
 class _Frozen:
     """What holds from a freeze to the thaw."""
 
-    plan: Plan
-    snapshot: OpRegistrySnapshot
+    def __init__(self, plan: Plan, snapshot: OpRegistrySnapshot) -> None:
+        self.plan = plan
+        self.snapshot = snapshot
 
 
 class OpManager(Tables):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import NamedTuple
 
 from vllm_fl.dispatch import decision as status
 from vllm_fl.dispatch.availability import availability
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from vllm_fl.dispatch.types import OpImpl
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """For whom an operator is chosen.
 
     Attributes:

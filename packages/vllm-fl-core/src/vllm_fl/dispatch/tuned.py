@@ -65,7 +65,7 @@ _ABOUT = {
 _LAYOUT = re.compile(r"(contiguous|strided)(\+[a-z][a-z0-9_]*)*")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Measured:
     """One entry of a table.
 
@@ -137,7 +137,7 @@ def check_entry(op_name: str, value: object) -> Measured:
     Raises:
         PolicyError: it is none.
     """
-    keys = tuple(Measured.__slots__)
+    keys = tuple(Measured.__dataclass_fields__)
     if not isinstance(value, dict):
         raise PolicyError(f"an entry of {shown(op_name)} must map {', '.join(keys)}, not {shown(value)}.")
     for key in value:

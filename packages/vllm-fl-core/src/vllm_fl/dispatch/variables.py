@@ -10,8 +10,8 @@ point names; :attr:`~vllm_fl.dispatch.registry.PluginRecord.variables` has them.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from vllm_fl.dispatch.common.suggest import did_you_mean
 from vllm_fl.dispatch.policy.keys import KEYS
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 PREFIX = "VLLM_FL_"
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
+class Variable(NamedTuple):
     """One environment variable of the core.
 
     Attributes:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from vllm_fl.dispatch.types import BackendImplKind
 
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-@dataclass(frozen=True)
-class Wheel:
+class Wheel(NamedTuple):
     """A distribution that is known to implement operators; see known_wheels.json."""
 
     distribution: str

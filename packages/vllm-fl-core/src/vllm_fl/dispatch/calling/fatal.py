@@ -7,9 +7,9 @@ libraries of devices say then is a table, fatal_errors.json, with its sources.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import NamedTuple
 
 if TYPE_CHECKING:
     import re
@@ -32,8 +32,7 @@ _NOT_OF_A_DEVICE = (
 _READ = 20_000
 
 
-@dataclass(frozen=True)
-class _Table:
+class _Table(NamedTuple):
     types: frozenset[str]
     patterns: re.Pattern[str]
     passing_types: frozenset[str]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from textwrap import indent
 from typing import TYPE_CHECKING
 from typing import Any
 from typing import Protocol
@@ -114,10 +113,14 @@ def _body(predicates: Sequence[Callable[..., Any]]) -> tuple[str, dict[str, Any]
     names = {f"_supports_{number}": predicate for number, predicate in enumerate(predicates)}
     lines, depth = "", 1
     for name in names:
-        lines += indent(_ASKED.replace("{predicate}", name), "    " * depth)
+        lines += _indented(_ASKED.replace("{predicate}", name), depth)
         depth += 1
-    lines += indent("_tried = _first\nreturn _tried({call})", "    " * depth)
+    lines += _indented("_tried = _first\nreturn _tried({call})", depth)
     return _GUARD_WITH_PREDICATES.replace("{asked}", lines), names
+
+
+def _indented(text: str, depth: int) -> str:
+    return "".join("    " * depth + line for line in text.splitlines(keepends=True))
 
 
 class _Level:

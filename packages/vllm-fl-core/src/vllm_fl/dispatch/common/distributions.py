@@ -6,8 +6,8 @@ Discovery warns of what it finds here; ``vllm-fl doctor`` looks further.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from vllm_fl.dispatch.common.foreign import describe
 from vllm_fl.dispatch.common.text import printable
@@ -30,8 +30,7 @@ PLUGIN_GROUP = "vllm_fl.plugin"
 VLLM_GROUPS = ("vllm.general_plugins", "vllm.platform_plugins")
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One installation of a distribution.
 
     Attributes:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING
 from typing import Any
+from typing import NamedTuple
 
 from vllm_fl.dispatch.common.distributions import CORE
 from vllm_fl.dispatch.common.distributions import version_of
@@ -56,8 +56,7 @@ _ENTRY_FUNCTIONS = ("register_builtins", "vllm_fl_register", "register")
 _API_LITERAL = re.compile(r"^VLLM_FL_PLUGIN_API\b[^=\n]*=[ \t]*(\d+)[ \t]*(?:#.*)?$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A plugin that is installed or named, not yet loaded."""
 
     origin: Origin

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
 from typing import Any
 
 from vllm_fl.dispatch.common.suggest import did_you_mean
@@ -25,7 +24,6 @@ PREFER_REFERENCE = BackendImplKind.REFERENCE.value
 KINDS = (PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE, NATIVE)
 
 
-@dataclass(frozen=True)
 class ValueType(abc.ABC):
     """What a value may be: how it is read, checked, said and laid over another one.
 
@@ -40,11 +38,14 @@ class ValueType(abc.ABC):
         in_file: its value may be the name of a file of its own.
     """
 
-    default: Any
-    form: str = ""
+    form = ""
     holds_many = False
     by_operator = False
     in_file = False
+
+    def __init__(self, default: Any, form: str = "") -> None:
+        self.default = default
+        self.form = form or self.form
 
     def parse(self, name: str, text: str) -> Any:
         """Return what :meth:`check` takes of what a variable says."""
@@ -80,11 +81,12 @@ class ValueType(abc.ABC):
         return {"": (plain, str(plain))}
 
 
-@dataclass(frozen=True)
 class Choice(ValueType):
     """One of some words; without regard to case."""
 
-    options: tuple[str, ...] = ()
+    def __init__(self, default: Any, form: str = "", options: tuple[str, ...] = ()) -> None:
+        super().__init__(default, form)
+        self.options = options
 
     def check(self, name: str, value: object) -> str:
         """Return the word in lower case."""
@@ -97,7 +99,6 @@ class Choice(ValueType):
         return word
 
 
-@dataclass(frozen=True)
 class Switch(ValueType):
     """True or False, and what :func:`boolean` reads of a file or a variable."""
 
@@ -121,14 +122,13 @@ class Switch(ValueType):
         return {"": (held, str(held).lower())}
 
 
-@dataclass(frozen=True)
 class Vendors(ValueType):
     """A set of vendors; with a ``+`` before every name they are added to the packaged one.
 
     None, where it is the default, is every vendor.
     """
 
-    form: str = "a,b, or +a,+b to add to the packaged ones"
+    form = "a,b, or +a,+b to add to the packaged ones"
     holds_many = True
 
     def read(self, name: str, value: object) -> list[str]:
@@ -175,11 +175,10 @@ class Vendors(ValueType):
         return {"": (plain, "all" if plain is None else ", ".join(plain) or "none")}
 
 
-@dataclass(frozen=True)
 class Orders(ValueType):
     """Tokens in an order, by operator."""
 
-    form: str = "op=a|b;op2=x"
+    form = "op=a|b;op2=x"
     holds_many = True
     by_operator = True
 
@@ -226,7 +225,6 @@ class Orders(ValueType):
         return {f".{op_name}": (list(order), " | ".join(order)) for op_name, order in held}
 
 
-@dataclass(frozen=True)
 class Tuned(ValueType):
     """A tuned table; see :mod:`vllm_fl.dispatch.tuned`."""
 
