@@ -21,6 +21,7 @@ from typing import Any
 
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch.calling.torch_state import is_one_of_several_ranks
+from vllm_fl.dispatch.common.text import printable
 from vllm_fl.dispatch.decision import CHOSEN
 from vllm_fl.dispatch.decision import NEXT
 from vllm_fl.dispatch.environment import seconds_variable
@@ -119,7 +120,8 @@ def agree(plan: Plan, facts: Mapping[str, Any], ranks: Group | None = None) -> N
         for other in missing
     ]
     if problems:
-        lines = "\n".join(f"  {problem}" for problem in problems)
+        # Another rank's words: they may be anything.
+        lines = "\n".join(f"  {printable(problem)}" for problem in problems)
         raise RanksDifferError(
             f"vLLM does not start, because its {ranks.size} ranks do not run the same. "
             f"Rank {ranks.rank} sees:\n{lines}\n{_MEND}"
