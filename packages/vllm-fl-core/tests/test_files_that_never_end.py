@@ -15,6 +15,7 @@ from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import call_op
 from vllm_fl.dispatch import policy_from_config
 from vllm_fl.dispatch.common.distributions import text_of
+from vllm_fl.dispatch.common.files import read_text
 from vllm_fl.dispatch.discovery import _name_and_version
 
 if TYPE_CHECKING:
@@ -60,6 +61,26 @@ def test_no_regular_file(
     monkeypatch.setenv("VLLM_FL_CONFIG", path)
     assert str(in_time(call_op, "silu_and_mul", 1)).startswith(f"VLLM_FL_CONFIG={path}: cannot be read")
     assert isinstance(in_time(read, tmp_path / path), WaiverError)
+
+
+def test_the_size_of_a_file_has_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "four bytes"
+    path.write_text("中x", "utf-8")
+    assert read_text(path, 4) == "中x"
+    with pytest.raises(OSError, match="it is larger than 3 bytes"):
+        read_text(path, 3)
+
+
+def test_a_folder_is_named_and_closed(tmp_path: Path) -> None:
+    def next_descriptor() -> int:
+        os.close(descriptor := os.open(os.devnull, os.O_RDONLY))
+        return descriptor
+
+    before = next_descriptor()
+    with pytest.raises(IsADirectoryError) as raised:
+        read_text(tmp_path)
+    assert raised.value.filename == str(tmp_path)
+    assert next_descriptor() == before
 
 
 def bomb(first: str, each: str) -> str:

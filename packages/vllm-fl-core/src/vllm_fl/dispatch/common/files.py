@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 
@@ -18,11 +17,9 @@ def read_text(path: str | os.PathLike[str], most: int = MOST_BYTES) -> str:
         UnicodeError: it is no UTF-8.
     """
     # A pipe that nobody writes to is opened without waiting.
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-    with open(os.open(path, flags | getattr(os, "O_CLOEXEC", 0)), "rb") as file:
+    at_once = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once)) as file:
         mode = os.fstat(file.fileno()).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(mode):
             raise OSError("it is not a regular file")
         read = file.read(most + 1)
