@@ -44,6 +44,10 @@ class _Declared:
     def nothing(self) -> Tensor:
         """None."""
 
+    @operator()
+    def by_name(self, x: Tensor, scale: float = 2.0, *, size: int = 3, fast: bool = False) -> Tensor:
+        """Some by name only."""
+
 
 def _of(name: str) -> Operator:
     found = declaration_of(getattr(_Declared, name))
@@ -98,6 +102,29 @@ def test_what_follows_where_it_says_nothing() -> None:
     by_hand = Operator("by_hand", inspect.Signature(), "")
     assert not by_hand.native_prepares
     assert by_hand.selector is None
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "values"),
+    [
+        ((1,), {}, {"x": 1, "scale": 2.0, "size": 3, "fast": False}),
+        ((1, 5.0), {"fast": True}, {"x": 1, "scale": 5.0, "size": 3, "fast": True}),
+        ((), {"size": 7, "x": 1}, {"x": 1, "scale": 2.0, "size": 7, "fast": False}),
+    ],
+)
+def test_a_call_that_leaves_something_out_has_the_defaults(
+    args: tuple[Any, ...], kwargs: dict[str, Any], values: dict[str, Any]
+) -> None:
+    bound = _of("by_name").bind(args, kwargs)
+    assert list(bound.items()) == list(values.items())
+
+
+def test_what_is_passed_by_position_and_what_by_name() -> None:
+    declared = _of("by_name")
+    every = {"fast": True, "size": 7, "scale": 5.0, "x": 1}
+    assert declared.call_of(every) == ([1, 5.0], {"size": 7, "fast": True})
+    # A default has its place; by name, what is not given is left out.
+    assert declared.call_of({"x": 1}) == ([1, 2.0], {})
 
 
 def test_a_method_that_declares_nothing() -> None:

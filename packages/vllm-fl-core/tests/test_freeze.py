@@ -14,6 +14,7 @@ from vllm_fl.dispatch import BackendImplKind
 from vllm_fl.dispatch import OpImpl
 from vllm_fl.dispatch import OpManager
 from vllm_fl.dispatch import OpRegistry
+from vllm_fl.dispatch import Plan
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import SelectionPolicy
 from vllm_fl.dispatch import UnknownOperatorError
@@ -30,6 +31,7 @@ from vllm_fl.dispatch import with_allowed_vendors
 from vllm_fl.dispatch import with_denied_vendors
 from vllm_fl.dispatch import with_preference
 from vllm_fl.dispatch import with_strict_mode
+from vllm_fl.dispatch.registry import PluginRecord
 from vllm_fl.dispatch.types import Origin
 
 if TYPE_CHECKING:
@@ -161,6 +163,49 @@ def test_the_fingerprint_is_the_same_for_what_does_not_matter() -> None:
     # A wheel that is not chosen does not change what was compiled.
     assert fingerprint(a, impl("b", 200, version="9.9")) == base
     assert fingerprint(a, b, extra={"x": 1, "y": 2}) == fingerprint(a, b, extra={"y": 2, "x": 1})
+
+
+def test_the_choices_are_the_candidates_where_none_are_given() -> None:
+    registry = OpRegistry()
+    registry.register_many([impl("a", 300), impl("b", 200)])
+    choices = {OP: "vendor.a", "rms_norm": None}
+
+    def plan(**more: Any) -> Plan:
+        return Plan.of(choices, SelectionPolicy(), registry.snapshot(), {}, **more)
+
+    named = {OP: ("vendor.a",), "rms_norm": ()}
+    assert plan().candidates == named
+    assert plan() == plan(candidates=named)
+    # Another one may be in a graph: it counts, although it is not the choice.
+    both = plan(candidates={OP: ("vendor.a", "vendor.b"), "rms_norm": ()})
+    assert (both.choices, both.wheels) == (plan().choices, plan().wheels)
+    assert both.fingerprint != plan().fingerprint
+
+
+def test_the_plan_covers_the_modules_of_the_plugins_that_are_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What registers may be another module than what runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("registers_a", "registers_b"):
+        (tmp_path / f"{name}.py").write_text("def register(registry): ...\n")
+    registry = OpRegistry()
+    registry.register_many([impl("a", 300), impl("b", 200)])
+    plugins = [
+        PluginRecord(vendor, f"wheel-{vendor}", "1.0", f"registers_{vendor}:register", 1, "loaded")
+        for vendor in ("a", "b")
+    ]
+
+    def modules(*vendors: str) -> set[str]:
+        candidates = {OP: tuple(f"vendor.{vendor}" for vendor in vendors)}
+        choices = {OP: candidates[OP][0]}
+        plan = Plan.of(
+            choices, SelectionPolicy(), registry.snapshot(), {}, candidates=candidates, plugins=plugins
+        )
+        return {name for name in plan.code if name.startswith("registers")}
+
+    assert modules("a") == {"registers_a"}
+    assert modules("b", "a") == {"registers_a", "registers_b"}
 
 
 def test_two_fresh_processes_agree(

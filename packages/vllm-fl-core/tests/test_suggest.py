@@ -49,3 +49,11 @@ def test_a_long_value_is_shortened() -> None:
 def test_a_number_that_python_does_not_write() -> None:
     digits = sys.get_int_max_str_digits()
     assert shown(10**digits) == "a number that is too long to show (int)"
+
+
+def test_a_value_that_ends_the_process_where_it_is_shown() -> None:
+    class Leaves:
+        def __repr__(self) -> str:
+            sys.exit(1)
+
+    assert shown(Leaves()) == "an object of Leaves that cannot be shown"
