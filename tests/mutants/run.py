@@ -101,8 +101,7 @@ def plans() -> dict[str, list[str]]:
     """Return the tests of each module: those that tests.toml names, or the usual ones (``*``)."""
     tests: dict[str, list[str]] = tomllib.loads((HERE / "tests.toml").read_text())["tests"]
     source = CORE / "src" / PACKAGE
-    inside = ("dispatch/*.py", "dispatch/policy/*.py")
-    paths = [path for one in inside for path in sorted(source.glob(one))]
+    paths = sorted((source / "dispatch").rglob("*.py"))
     dispatch = [path.relative_to(source).with_suffix("").as_posix() for path in paths]
     return {name: tests.get(name, tests["*"]) for name in [*dispatch, "conformance/judge"]}
 
