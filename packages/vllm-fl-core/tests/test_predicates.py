@@ -17,6 +17,7 @@ from vllm_fl.dispatch import RefusedBeforeWriting
 from vllm_fl.dispatch import call_op
 from vllm_fl.dispatch import manager as manager_module
 from vllm_fl.dispatch import resolve_op
+from vllm_fl.dispatch.calling.predicate import shown
 from vllm_fl.dispatch.types import Origin
 
 if TYPE_CHECKING:
@@ -121,6 +122,11 @@ def test_what_is_neither_is_said_once_and_counts_as_a_refusal(
     assert shown.rstrip(". ") in message
     assert "It must return True, or a sentence that says why not" in message
     assert len(message) < 400
+
+
+def test_a_long_answer_is_shortened() -> None:
+    assert shown(b"x" * 57) == repr(b"x" * 57)
+    assert shown(b"x" * 58) == f"b'{'x' * 58}..."
 
 
 def test_a_coroutine_is_one_of_them(registry: OpRegistry, caplog: pytest.LogCaptureFixture) -> None:

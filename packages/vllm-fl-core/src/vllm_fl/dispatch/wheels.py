@@ -21,7 +21,7 @@ class Wheel(NamedTuple):
     purpose: str
     operators: tuple[str, ...]
     #: `vllm-fl new-vendor` makes a vendor's package of its sources.
-    sample: bool = False
+    sample: bool
 
     @property
     def vendor(self) -> str | None:
