@@ -95,7 +95,8 @@ def test_list_reports_broken_plugins_and_exits_0(
 def test_list_one_thing(command: Callable[..., subprocess.CompletedProcess[str]], what: str) -> None:
     said = command("list", what, "--json")
     assert said.returncode == 0
-    assert list(json.loads(said.stdout))[2:] == ["operators" if what == "ops" else what]
+    keys = ["operators", "notes"] if what == "ops" else [what]
+    assert list(json.loads(said.stdout))[2:] == keys
     said = command("list", what)
     assert said.returncode == 0
     assert said.stdout.startswith({"ops": "Operators", "backends": "Backends", "plugins": "Plugins"}[what])
@@ -104,6 +105,7 @@ def test_list_one_thing(command: Callable[..., subprocess.CompletedProcess[str]]
 def test_list_imports_no_torch(installed: Path) -> None:
     code = (
         "import sys\nfrom vllm_fl.cli import main\nassert main(['list', '--json']) == 0\n"
+        "import vllm_fl.integration.settings\n"
         "print([m for m in ('torch', 'vllm', 'yaml') if m in sys.modules], file=sys.stderr)"
     )
     path = os.pathsep.join([str(installed), str(Path(vllm_fl.__file__).parents[1])])
@@ -135,6 +137,90 @@ def test_explain_prints_the_decision(command: Callable[..., subprocess.Completed
     assert {"silu_and_mul", "rms_norm", "attention_backend"} <= {d["op_name"] for d in every}
 
 
+def test_explain_of_several_operators(command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    policy = {"VLLM_FL_PER_OP": "silu_and_mul=vendor:well"}
+    said = command("explain", "silu_and_mul", "attention_backend", "silu_and_mul", **policy)
+    assert said.returncode == 1  # nothing can run for one of them
+    starts = [line for line in said.stdout.splitlines() if line.startswith(("silu_and_mul: ", "attention"))]
+    assert starts == ["silu_and_mul: vendor.well (plain)", "attention_backend: nothing can run"]
+    said = command("explain", "silu_and_mul", "rms_nrm", **policy)
+    assert said.returncode == 1
+    assert "Did you mean 'rms_norm'?" in said.stderr
+    assert said.stdout == ""
+
+
+VENDOR_FIRST = {"VLLM_FL_PREFER": "vendor"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "impl_id", "form", "reason"),
+    [
+        # A layer has vLLM's own path behind what serves it, and is guarded.
+        (VENDOR_FIRST, "vendor.well", "guard", None),
+        ({"VLLM_FL_OOT_ENABLED": "0"}, "native", "plain", "VLLM_FL_OOT_ENABLED is off"),
+        ({"VLLM_FL_PREFER_ENABLED": "no"}, "native", "plain", "VLLM_FL_PREFER_ENABLED is off"),
+        (
+            {"VLLM_FL_OOT_WHITELIST": "rms_norm"},
+            "native",
+            "plain",
+            "VLLM_FL_OOT_WHITELIST does not name it",
+        ),
+        ({"VLLM_FL_OOT_BLACKLIST": "SiluAndMul"}, "native", "plain", "VLLM_FL_OOT_BLACKLIST names it"),
+        ({"VLLM_FL_OOT_BLACKLIST": "rms_norm", **VENDOR_FIRST}, "vendor.well", "guard", None),
+        ({"VLLM_FL_PREFER": "native"}, "native", "plain", "the policy chooses it"),
+    ],
+)
+def test_explain_says_what_a_layer_will_be(
+    command: Callable[..., subprocess.CompletedProcess[str]],
+    variables: dict[str, str],
+    impl_id: str,
+    form: str,
+    reason: str | None,
+) -> None:
+    (decision,) = json.loads(command("explain", "silu_and_mul", "--json", **variables).stdout)["decisions"]
+    layer = {"name": "SiluAndMul", "impl_id": impl_id, "form": form, "reason": reason}
+    assert decision["layers"] == [layer]
+    said = command("explain", "silu_and_mul", **variables).stdout
+    fate = f"runs {impl_id} ({form})" if reason is None else f"stays vLLM's own: {reason}"
+    assert f"inside vLLM: SiluAndMul {fate}\n" in said
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("list", "ops"), ("policy", "show"), ("explain", "--all")])
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"VLLM_FL_OOT_ENABLED": "0"}, "every layer stays vLLM's own: VLLM_FL_OOT_ENABLED is off"),
+        ({"VLLM_FL_OOT_BLACKLIST": "rms_norm"}, "RMSNorm stays vLLM's own: VLLM_FL_OOT_BLACKLIST names it"),
+    ],
+)
+def test_what_is_left_to_vllm_is_said(
+    command: Callable[..., subprocess.CompletedProcess[str]],
+    arguments: tuple[str, ...],
+    variables: dict[str, str],
+    line: str,
+) -> None:
+    assert f"inside vLLM: {line}" in command(*arguments, **variables).stdout
+    assert "inside vLLM" not in command(*arguments).stdout
+    if arguments[0] != "explain":
+        assert (
+            f"inside vLLM: {line}" in json.loads(command(*arguments, "--json", **variables).stdout)["notes"]
+        )
+
+
+@pytest.mark.parametrize("variable", ["VLLM_FL_OOT_ENABLED", "VLLM_FL_PREFER_ENABLED"])
+def test_a_switch_that_is_none(
+    command: Callable[..., subprocess.CompletedProcess[str]], variable: str
+) -> None:
+    wrong = {variable: "offf"}
+    for arguments in (("explain", "silu_and_mul"), ("policy", "show")):
+        said = command(*arguments, **wrong)
+        assert said.returncode == 1
+        assert f"{variable}: must be one of 1/0" in said.stderr
+    said = command("list", "ops", **wrong)
+    assert said.returncode == 0
+    assert f"{variable}: must be one of 1/0" in said.stdout
+
+
 def test_explain_with_the_native_path(command: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     said = command("explain", "silu_and_mul", "--native", VLLM_FL_PREFER="native")
     assert said.stdout.startswith("silu_and_mul: native")
@@ -163,10 +249,15 @@ def test_explain_of_what_cannot_run_says_what_to_install(
     ("arguments", "code", "text"),
     [
         ((), 2, "usage: vllm-fl"),
-        (("explain",), 2, "takes an operator, or --all"),
-        (("explain", "rms_norm", "--all"), 2, "takes an operator, or --all"),
-        (("lists",), 2, "invalid choice"),
-        (("list", "wheels"), 2, "invalid choice"),
+        (("explain",), 2, "takes operators, or --all"),
+        (("explain", "rms_norm", "--all"), 2, "takes operators, or --all"),
+        (("lists",), 2, "Did you mean 'list'?"),
+        (("policy", "shwo"), 2, "Did you mean 'show'?"),
+        (("list", "backend"), 2, "Did you mean 'backends'?"),
+        (("list", "wheels"), 2, "choose from ops, backends, plugins"),
+        (("list", "--jsno"), 2, "Did you mean '--json'?"),
+        (("demo", "--prefer", "vender"), 2, "Did you mean 'vendor'?"),
+        (("doctor", "--check", "plugin"), 2, "Did you mean 'plugins'?"),
         (("demo", "--max-tokens", "0"), 2, "--max-tokens"),
         (("explain", "rms_nrm"), 1, "Did you mean 'rms_norm'?"),
         (("trace", "/no/such/folder"), 1, "VLLM_FL_TRACE_DIR=/no/such/folder"),

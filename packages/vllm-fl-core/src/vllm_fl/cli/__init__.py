@@ -29,6 +29,7 @@ from vllm_fl.cli import tune
 from vllm_fl.cli.output import ExitCode
 from vllm_fl.cli.output import Output
 from vllm_fl.cli.output import Problem
+from vllm_fl.cli.parser import Parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +45,7 @@ examples:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="vllm-fl",
         description=_DESCRIPTION,
         epilog=_EPILOG,

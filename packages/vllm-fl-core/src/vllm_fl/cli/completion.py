@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from typing import Any
 
 from vllm_fl.dispatch import OPERATORS
-from vllm_fl.dispatch.policy import KINDS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,7 +47,7 @@ autoload -U +X bashcompinit && bashcompinit
 
 
 #: What a metavar of the parser stands for, where it is known.
-_KNOWN = {"OP": tuple(OPERATORS), "KIND": KINDS}
+_KNOWN = {"OP": tuple(OPERATORS)}
 
 
 @dataclass(frozen=True)

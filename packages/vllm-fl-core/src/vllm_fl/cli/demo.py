@@ -23,6 +23,7 @@ from vllm_fl.cli.model import DemoError
 from vllm_fl.cli.model import unpack_demo_model
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch.common.distributions import entry_points
+from vllm_fl.dispatch.policy import KINDS
 from vllm_fl.dispatch.trace import merge
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--max-tokens", type=_positive, default=64, metavar="N", help="default: 64")
     parser.add_argument(
-        "--prefer", metavar="KIND", help="flagos, vendor, reference or native; VLLM_FL_PREFER"
+        "--prefer", choices=KINDS, metavar="KIND", help="flagos, vendor, reference or native; VLLM_FL_PREFER"
     )
     parser.add_argument("--compare-native", action="store_true", help="run vLLM without the plug-in too")
     parser.add_argument(

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_fl.cli.output import ExitCode
 from vllm_fl.dispatch.common.text import printable
 from vllm_fl.doctor import checks
+from vllm_fl.doctor import inside_vllm
 from vllm_fl.doctor import installation
 from vllm_fl.doctor import platform
 from vllm_fl.doctor.finding import FAIL
@@ -34,7 +35,8 @@ CHECKS: dict[str, Callable[[checks.Examination], list[Finding]]] = {
         checks.variables,
         checks.policy,
         checks.operators,
-        checks.vllm,
+        inside_vllm.vllm,
+        inside_vllm.settings,
         platform.platform,
         checks.workers,
     )

@@ -8,13 +8,16 @@ from typing import Any
 
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
+from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import get_default_manager
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch.common.foreign import describe
 from vllm_fl.dispatch.common.foreign import raise_if_from_a_signal
+from vllm_fl.dispatch.common.text import printable
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.dispatch.variables import unread_variables
 from vllm_fl.dispatch.wheels import install_hint
+from vllm_fl.integration import settings
 
 if TYPE_CHECKING:
     import argparse
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from vllm_fl.cli.output import Output
     from vllm_fl.dispatch import OpImpl
     from vllm_fl.dispatch import OpManager
+    from vllm_fl.dispatch.decision import Decision
 
 _WHAT = ("ops", "backends", "plugins")
 
@@ -44,10 +48,10 @@ def add_commands(commands: Any) -> None:
     parser = commands.add_parser(
         "explain",
         help="what runs for an operator, and why",
-        description="Show the decision that the policy in force makes for an operator.",
+        description="Show the decision that the policy in force makes for each operator.",
         epilog="example: VLLM_FL_PREFER=reference vllm-fl explain rms_norm",
     )
-    parser.add_argument("op", nargs="?", metavar="OP", help="an operator, such as rms_norm")
+    parser.add_argument("op", nargs="*", metavar="OP", help="operators, such as rms_norm")
     parser.add_argument("--all", action="store_true", help="every operator")
     parser.add_argument(
         "--native", action="store_true", help="with vLLM's own path, as a layer of vLLM decides"
@@ -69,8 +73,13 @@ def _list(arguments: argparse.Namespace, output: Output) -> int:
         "ops": lambda: _operators(manager),
     }
     found = {what: makers[what]() for what in wanted}
+    try:
+        notes = left_to_vllm()
+    except PolicyError as error:  # what is installed can be listed all the same
+        notes = [str(error)]
     if arguments.json:
-        output.json_object({"operators" if what == "ops" else what: rows for what, rows in found.items()})
+        values: dict[str, Any] = {"operators" if what == "ops" else what: r for what, r in found.items()}
+        output.json_object({**values, "notes": notes} if "ops" in found else values)
         return 0
     if "plugins" in found:
         rows = [
@@ -91,6 +100,8 @@ def _list(arguments: argparse.Namespace, output: Output) -> int:
     if "ops" in found:
         rows = [[r["name"], ", ".join(r["impl_ids"]) or "-", r["contract"]] for r in found["ops"]]
         output.table("Operators", ("operator", "implementations", "contract"), rows)
+        for line in notes:
+            output.text(printable(line))
     return 0
 
 
@@ -170,19 +181,28 @@ def _operators(manager: OpManager) -> list[dict[str, Any]]:
 
 def _explain(arguments: argparse.Namespace, output: Output) -> int:
     if bool(arguments.op) == arguments.all:
-        output.error("explain takes an operator, or --all (see vllm-fl explain --help)")
+        output.error("explain takes operators, or --all (see vllm-fl explain --help)")
         return 2
     manager = get_default_manager()
     try:
         manager.ensure_initialized()
         snapshot = manager.snapshot()
-        names = sorted({*snapshot.operators, *snapshot.impls_by_op}) if arguments.all else [arguments.op]
+        every = sorted({*snapshot.operators, *snapshot.impls_by_op})
+        names = every if arguments.all else list(dict.fromkeys(arguments.op))
         decisions = [manager.explain(name, native=arguments.native) for name in names]
+        layers = [settings.expected(manager.explain(name, native=True)) for name in names]
     except DispatchError as error:
         raise Problem(str(error)) from None
     plugins = [r for r in manager.registry.plugins.values() if not r.success]
     if arguments.json:
-        output.json_object({"decisions": [d.to_dict() for d in decisions]})
+        output.json_object(
+            {
+                "decisions": [
+                    {**decision.to_dict(), "layers": [layer._asdict() for layer in of_it]}
+                    for decision, of_it in zip(decisions, layers, strict=True)
+                ]
+            }
+        )
     elif arguments.all:
         rows = [[d.op_name, d.impl_id or "-", d.form if d.impl_id else "-", _why(d)] for d in decisions]
         output.table(
@@ -190,22 +210,65 @@ def _explain(arguments: argparse.Namespace, output: Output) -> int:
             ("operator", "runs", "form", "why"),
             rows,
         )
+        for line in left_to_vllm():
+            output.text(printable(line))
     else:
-        output.text(str(decisions[0]))
-        if decisions[0].impl_id is None and not arguments.native:
-            output.text("Inside vLLM the layer's own path would run (--native shows it).")
-        if not decisions[0].candidates:
-            output.text(install_hint(arguments.op))
-    else_native = arguments.op and not arguments.json and decisions[0].impl_id not in (None, NATIVE)
-    if else_native and find_spec("vllm") and not get_policy().is_explicit_for(arguments.op):
+        for number, (decision, of_it) in enumerate(zip(decisions, layers, strict=True)):
+            if number:
+                output.text()
+            _print_decision(decision, of_it, output)
+        if any(layer.impl_id not in (None, NATIVE) for of_it in layers for layer in of_it):
+            _print_what_the_compiler_keeps(names, output)
+    warn_of_unread(manager, output)
+    for record in plugins:
+        output.note(f"plugin {record.name!r} ({record.distribution} {record.version}): {record.reason}")
+    return 1 if arguments.op and any(d.impl_id is None for d in decisions) else 0
+
+
+def _print_decision(decision: Decision, layers: list[settings.Expected], output: Output) -> None:
+    output.text(str(decision))
+    if not decision.candidates:
+        output.text(install_hint(decision.op_name))
+    own = {layer.name: layer.reason for layer in layers if layer.reason is not None}
+    runs = {
+        layer.name: f"{layer.impl_id} ({layer.form})" if layer.impl_id else "nothing, and vLLM does not start"
+        for layer in layers
+        if layer.reason is None
+    }
+    for line in [*_inside("runs", " ", runs), *_inside("stays", " vLLM's own: ", own)]:
+        output.text(printable(line))
+
+
+def _inside(verb: str, then: str, fates: dict[str, str]) -> list[str]:
+    """Say what becomes of vLLM's layers, a sentence for all of which the same is true."""
+    lines = []
+    for fate in dict.fromkeys(fates.values()):
+        names = [name for name, its in fates.items() if its == fate]
+        one_or_many = verb if len(names) == 1 else verb.removesuffix("s")
+        lines.append(f"inside vLLM: {', '.join(names)} {one_or_many}{then}{fate}")
+    return lines
+
+
+def _print_what_the_compiler_keeps(names: list[str], output: Output) -> None:
+    policy = get_policy()
+    left = [name for name in names if not policy.is_explicit_for(name)]
+    if left and find_spec("vllm"):
         output.text(
             "Inside vLLM, a layer that is left to its compiler (the default mode) stays native unless you "
             "ask for another, as with VLLM_FL_PREFER or VLLM_FL_PER_OP."
         )
-    warn_of_unread(manager, output)
-    for record in plugins:
-        output.note(f"plugin {record.name!r} ({record.distribution} {record.version}): {record.reason}")
-    return 1 if arguments.op and decisions[0].impl_id is None else 0
+
+
+def left_to_vllm() -> list[str]:
+    """Say in sentences what VLLM_FL_OOT_* and VLLM_FL_PREFER_ENABLED leave to vLLM.
+
+    Raises:
+        PolicyError: a variable is wrong.
+    """
+    off = settings.off_by()
+    if off is not None:
+        return [f"inside vLLM: every layer stays vLLM's own: {off} is off"]
+    return _inside("stays", " vLLM's own: ", settings.left_to_vllm())
 
 
 def warn_of_unread(manager: OpManager, output: Output) -> None:

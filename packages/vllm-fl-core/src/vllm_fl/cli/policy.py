@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from typing import Any
 
+from vllm_fl.cli.list_and_explain import left_to_vllm
 from vllm_fl.cli.list_and_explain import warn_of_unread
 from vllm_fl.cli.output import Problem
 from vllm_fl.dispatch import DispatchError
@@ -68,11 +69,12 @@ def _show(arguments: argparse.Namespace, output: Output) -> int:
     try:
         manager.ensure_initialized()
         policy = get_policy()
+        left = left_to_vllm()
     except DispatchError as error:
         raise Problem(str(error)) from None
     in_force = effective(policy, manager.snapshot())
     below = lies_below(policy, manager.snapshot())
-    notes = [*manager.check_policy(policy), *below.faults, *filter(None, [below.note])]
+    notes = [*manager.check_policy(policy), *below.faults, *filter(None, [below.note]), *left]
     if arguments.json:
         values = values_of(in_force)
         output.json_object({"fingerprint": policy.fingerprint(), "values": values, "notes": notes})

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 #: A plugin that takes longer makes every process of a server wait.
 _SLOW_SECONDS = 5.0
 
+#: The time limit that is advised where one did not suffice.
+MORE_SECONDS = 600
+
 
 class Examination:
     """One run of the doctor: what it asks in other processes is asked once.
@@ -62,14 +65,22 @@ def _title(plugin: Any) -> str:
     return f"plugin {plugin.name!r} of {plugin.origin.distribution} {plugin.origin.version}".rstrip()
 
 
-def _without(plugin: Any, plugins: list[Any]) -> str:
-    """Return what leaves a plugin out, or mends it."""
+def _removal(plugin: Any) -> str:
+    """Return what takes a plugin away: a wheel, or a module that a variable names."""
     # A command of several lines is one of ours.
     wheel = printable(plugin.origin.distribution)
     if wheel == PLUGIN_MODULES_ENV:
-        return f"take {plugin.name} out of {wheel}"
+        return f"take {printable(plugin.name)} out of {wheel}"
+    return f"pip uninstall {wheel}"
+
+
+def _without(plugin: Any, plugins: list[Any]) -> str:
+    """Return what leaves a plugin out, or mends it."""
+    wheel = printable(plugin.origin.distribution)
+    if wheel == PLUGIN_MODULES_ENV:
+        return _removal(plugin)
     others = printable(",".join(sorted({one.name for one in plugins} - {plugin.name})))
-    leave_out = f"export {PLUGINS_ENV}={others}" if others else f"pip uninstall {wheel}"
+    leave_out = f"export {PLUGINS_ENV}={others}" if others else _removal(plugin)
     return f"pip install --upgrade {wheel}  # or leave it out: {leave_out}"
 
 
@@ -96,15 +107,15 @@ def plugins(examination: Examination) -> list[Finding]:
                     FAIL,
                     f"{_title(plugin)}: the name is taken by {first.origin.distribution} ({first.source})",
                     "one name is one plugin, and the second is not loaded",
-                    f"pip uninstall {plugin.origin.distribution}  # or {first.origin.distribution}",
+                    f"{_removal(plugin)}  # or {_removal(first)}",
                 )
             )
             continue
         answer = examination.ask("plugin", str(index))
         if answer.problem:
             findings.append(
-                Finding(
-                    FAIL,
+                unanswered(
+                    answer,
                     f"{_title(plugin)} {answer.problem} while it was loaded{_where(answer.said)}",
                     "every process of vLLM loads it, and ends or waits in the same way",
                     mend,
@@ -154,8 +165,8 @@ def backends(examination: Examination) -> list[Finding]:
         answer = examination.ask("backends", str(index))
         if answer.problem:
             findings.append(
-                Finding(
-                    FAIL,
+                unanswered(
+                    answer,
                     f"{_title(plugin)} {answer.problem} when it was asked what is available"
                     f"{_where(answer.said)}",
                     "a worker asks the same before it serves, and ends or waits in the same way",
@@ -174,7 +185,7 @@ def _of_backend(row: dict[str, Any], plugin: Any) -> Finding:
             WARN,
             f"{row['impl_id']} is not available: {row['reason']}",
             "its wheel is installed, and none of its kernels can run here",
-            f"install what it names, or pip uninstall {plugin.origin.distribution}",
+            f"install what it names, or {_removal(plugin)}",
         )
     if row["missing"]:
         lacks = "; ".join(f"{op_name} ({reason})" for op_name, reason in row["missing"].items())
@@ -182,8 +193,7 @@ def _of_backend(row: dict[str, Any], plugin: Any) -> Finding:
             WARN,
             f"{row['impl_id']} is available without {lacks}",
             "the next implementation runs these operators, or vLLM's own path",
-            f"vllm-fl explain {next(iter(row['missing']))}  # what runs; a newer "
-            f"{plugin.origin.distribution} may have them",
+            f"vllm-fl explain {' '.join(row['missing'])}  # what runs instead",
         )
     return Finding(PASS, f"{row['impl_id']} is available")
 
@@ -294,37 +304,24 @@ def _policy_error(examination: Examination) -> Finding | None:
     return None
 
 
+def unanswered(answer: probe_process.Answer, what: str, why: str, mend: str) -> Finding:
+    """Say that a question has no answer: a failure, but a warning where the time did not suffice."""
+    if not answer.is_late:
+        return Finding(FAIL, what, why, mend)
+    longer = f"vllm-fl doctor --seconds {MORE_SECONDS}  # more time; where that ends late too, it hangs"
+    return Finding(
+        WARN, what, f"the machine may be slow; or it hangs, and {why}", f"{longer}\n{mend}".strip()
+    )
+
+
 def not_asked(what: str, answer: probe_process.Answer) -> Finding:
     """Say that a question has no answer, because its process ended or hung."""
-    return Finding(
-        FAIL,
+    return unanswered(
+        answer,
         f"a process that asked for {what} {answer.problem}{_where(answer.said)}",
         "a process of vLLM does the same",
         "vllm-fl doctor --check plugins --check backends  # tests each plugin by itself",
     )
-
-
-def vllm(examination: Examination) -> list[Finding]:
-    """The installed vLLM is one that is supported, and loads this plug-in."""
-    from importlib.util import find_spec
-
-    if find_spec("vllm") is None:
-        return [Finding(SKIP, "vLLM is not installed")]
-    answer = examination.ask("vllm")
-    if answer.problem:
-        last = answer.said.splitlines()[-1:] or [""]
-        return [
-            Finding(FAIL, f"`import vllm` {answer.problem}: {last[0]}", "it cannot serve", "reinstall vLLM")
-        ]
-    version, problem = answer.value["version"], answer.value["unsupported"]
-    if problem:
-        mend = "install a supported vLLM, or a newer core: pip install --upgrade vllm-fl-core"
-        return [Finding(FAIL, problem, "vLLM serves, natively: nothing is chosen", mend)]
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "fl" not in allowed.split(","):
-        why = "vLLM serves natively, and takes every VLLM_FL_* variable for unknown"
-        return [Finding(WARN, f"VLLM_PLUGINS={allowed} leaves out 'fl'", why, "add fl to VLLM_PLUGINS")]
-    return [Finding(PASS, f"vLLM {version} is supported")]
 
 
 def workers(examination: Examination) -> list[Finding]:

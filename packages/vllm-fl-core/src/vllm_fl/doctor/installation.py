@@ -25,6 +25,7 @@ from vllm_fl.dispatch.common.distributions import sentence
 from vllm_fl.dispatch.common.distributions import text_of
 from vllm_fl.dispatch.common.distributions import version_of
 from vllm_fl.dispatch.common.foreign import describe
+from vllm_fl.doctor.checks import unanswered
 from vllm_fl.doctor.finding import FAIL
 from vllm_fl.doctor.finding import PASS
 from vllm_fl.doctor.finding import SKIP
@@ -217,8 +218,8 @@ def _torch(examination: Examination) -> Iterator[Finding]:
     answer = examination.ask("torch")
     mend = "pip install --force-reinstall torch  # the version that vLLM requires"
     if answer.problem:
-        what = f"`import torch` {answer.problem}: {answer.last_line}"
-        yield Finding(FAIL, what, "no implementation runs without it", mend)
+        what = f"`import torch` {answer.problem}: {answer.last_line}".removesuffix(": ")
+        yield unanswered(answer, what, "no implementation runs without it", "" if answer.is_late else mend)
         return
     told = version_of("torch") or "none"
     if told.partition("+")[0] != answer.value.partition("+")[0]:

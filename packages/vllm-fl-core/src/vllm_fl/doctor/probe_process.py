@@ -32,11 +32,13 @@ class Answer:
         problem: what became of the process, in words that follow its name; empty
             where it answered.
         said: the end of what it printed on stderr.
+        is_late: it was ended by the time limit: it hangs, or the machine is slow.
     """
 
     value: Any
     problem: str = ""
     said: str = ""
+    is_late: bool = False
 
     @property
     def last_line(self) -> str:
@@ -68,12 +70,12 @@ def ask(question: str, *arguments: str, seconds: float) -> Answer:
                 stderr=stderr,
             ) as process,
         ):
-            problem = _wait(process, seconds)
+            problem, is_late = _wait(process, seconds)
         said = _end_of(noise).strip().splitlines()[-_LINES_KEPT:]
         try:
             value = json.loads(answer.read_text("utf-8"))
         except (OSError, ValueError):
-            return Answer(None, problem or "ended without an answer", "\n".join(said))
+            return Answer(None, problem or "ended without an answer", "\n".join(said), is_late)
         return Answer(value, said="\n".join(said))
 
 
@@ -84,14 +86,15 @@ def _end_of(file: Path) -> str:
         return opened.read(_BYTES_KEPT).decode(errors="replace")
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> tuple[str, bool]:
+    """Return what became of a process, and whether the time limit ended it."""
     try:
         code = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        return f"did not come back within {seconds:g} s"
+        return f"did not come back within {seconds:g} s", True
     if code < 0:
-        return f"was killed by {_name(-code)}"
-    return f"ended its process with exit status {code}" if code else ""
+        return f"was killed by {_name(-code)}", False
+    return f"ended its process with exit status {code}" if code else "", False
 
 
 def _name(number: int) -> str:

@@ -133,6 +133,21 @@ def vllm() -> dict[str, Any]:
     return {"version": str(found.__version__), "unsupported": unsupported_vllm() or ""}
 
 
+def settings() -> dict[str, Any]:
+    """Check the variables that the plug-in reads itself, by what it calls when vLLM starts."""
+    from vllm_fl.integration import plugin
+    from vllm_fl.integration.settings import off_by
+
+    errors = []
+    for check in plugin.CHECKS:
+        try:
+            check()
+        except PolicyError as error:
+            errors.append(str(error))
+    off = "" if errors else off_by() or ""
+    return {"errors": list(dict.fromkeys(errors)), "off": off}
+
+
 def platform() -> dict[str, Any]:
     """Choose vLLM's platform as a process of vLLM does."""
     from vllm_fl.platform.report import report
@@ -179,7 +194,7 @@ def _registered() -> dict[str, Any]:
 
 _QUESTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
-    for function in (plugin, backends, policy, decisions, torch, vllm, platform, workers)
+    for function in (plugin, backends, policy, decisions, torch, vllm, settings, platform, workers)
 }
 
 

@@ -20,6 +20,7 @@ from vllm_fl.dispatch.calling.binding import signature_of
 from vllm_fl.dispatch.common.foreign import describe
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.integration import seam
+from vllm_fl.integration import settings
 from vllm_fl.integration.fit import load
 from vllm_fl.integration.fit import problems_of
 from vllm_fl.integration.log import logger
@@ -101,7 +102,7 @@ def _answer(config: Any) -> tuple[str | None, str, str]:
             wrap=lambda candidate: _asked(candidate, config, answered, declined),
         )
         if resolved.decision.impl_id == NATIVE:
-            return None, NATIVE, "the policy chooses it"
+            return None, NATIVE, settings.POLICY_CHOOSES_NATIVE
         has_native = any(report.impl_id == NATIVE for report in resolved.decision.usable)
         path: str | None = resolved.fn(config.use_mla, config.use_sparse, selector=config)
     except (PolicyError, NoImplementationError):

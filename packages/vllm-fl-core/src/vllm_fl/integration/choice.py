@@ -27,6 +27,7 @@ from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl.dispatch.wheels import faster_wheels
 from vllm_fl.integration import engine
 from vllm_fl.integration import seam
+from vllm_fl.integration import settings
 from vllm_fl.integration import vendors
 from vllm_fl.integration.layer import Served
 from vllm_fl.integration.log import logger
@@ -169,7 +170,7 @@ class _Choosing:
         while True:
             resolved = self._resolved(layer)
             if resolved.candidates[0].impl_id == NATIVE and (self.compiled or not self.is_tuned):
-                return _Choice(NATIVE, "the policy chooses it")
+                return _Choice(NATIVE, settings.POLICY_CHOOSES_NATIVE)
             found = self._tried(layer, resolved)
             if found is not None:
                 return found

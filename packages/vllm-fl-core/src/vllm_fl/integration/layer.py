@@ -19,7 +19,8 @@ class Layer(ABC):
 
     A subclass says which class of vLLM's it serves, and by which operator; an instance
     belongs to one layer, and is its ``vllm_fl``. That class is all that a new layer of an
-    existing operator needs, with a place in the ``LAYERS`` of its module.
+    existing operator needs, with a place in the ``LAYERS`` of its module and its names in
+    :mod:`vllm_fl.integration.settings`.
 
     Where vLLM's forward takes the operator's own arguments, neither :meth:`forward` nor
     :meth:`native` is overridden, and the layer calls the operator without a step between.

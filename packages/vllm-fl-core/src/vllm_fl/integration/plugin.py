@@ -16,12 +16,12 @@ from typing import Any
 from vllm_fl.dispatch import get_discovered_plugins
 from vllm_fl.dispatch import get_policy
 from vllm_fl.dispatch import trace
-from vllm_fl.dispatch.environment import boolean_variable
 from vllm_fl.dispatch.variables import known_variables
 from vllm_fl.dispatch.variables import unread_variables
 from vllm_fl.integration import engine
 from vllm_fl.integration import ranks
 from vllm_fl.integration import replace
+from vllm_fl.integration import settings
 from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
@@ -32,6 +32,25 @@ OLDEST_VLLM = (0, 26)
 FIRST_UNKNOWN_VLLM = (0, 34)
 
 _installed = False
+
+
+def check_trace_folder() -> None:
+    """Check VLLM_FL_TRACE_DIR, which nobody writes where every layer is vLLM's own.
+
+    Raises:
+        PolicyError: the folder cannot be made, or is somebody else's; or a switch is no boolean.
+    """
+    if settings.off_by() is None:
+        trace.check_folder()
+
+
+#: What checks the variables that the plug-in reads itself; the doctor asks the same. Each raises PolicyError.
+CHECKS: tuple[Callable[[], object], ...] = (
+    settings.off_by,
+    replace.check_lists,
+    ranks.time_limit,
+    check_trace_folder,
+)
 
 
 def install() -> None:
@@ -53,16 +72,13 @@ def install() -> None:
     _teach_environment(known_variables(plugins))
     for name, hint in unread_variables(plugins).items():
         logger.warning("vllm-fl: the environment variable %s is read by nobody.%s", name, hint)
-    enabled = boolean_variable("VLLM_FL_PREFER_ENABLED", True)
-    replaces = boolean_variable("VLLM_FL_OOT_ENABLED", True)
-    replace.check_lists()
-    ranks.time_limit()
-    if enabled and replaces:
-        trace.check_folder()
+    for check in CHECKS:
+        check()
+    off = settings.off_by()
+    if off is None:
         _wrap_engine_configuration()
         _at_first_layer(replace.take_over)
     else:
-        off = "VLLM_FL_OOT_ENABLED" if enabled else "VLLM_FL_PREFER_ENABLED"
         # Newer vLLM sets up its log after it has loaded plug-ins, and drops this line until then.
         _at_first_layer(functools.partial(_stay_off, off))
     _installed = True

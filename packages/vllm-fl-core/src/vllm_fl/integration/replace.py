@@ -18,6 +18,7 @@ from vllm_fl.integration import normalization
 from vllm_fl.integration import quantization
 from vllm_fl.integration import rotary
 from vllm_fl.integration import seam
+from vllm_fl.integration import settings
 from vllm_fl.integration.layer import Served
 from vllm_fl.integration.log import logger
 from vllm_fl.integration.make_way import make_way
@@ -49,7 +50,7 @@ def check_lists() -> None:
     Raises:
         PolicyError: an unknown name, or both are set.
     """
-    allowed, denied = seam.lists()
+    allowed, denied = settings.lists()
     known = {name for layer in LAYERS for name in (layer.class_name, layer.vllm_name)}
     known |= {name for one in SEAMS for name in (one.class_name, one.vllm_name)}
     unknown = [name for name in [*(allowed or []), *denied] if name not in known]
@@ -60,7 +61,7 @@ def check_lists() -> None:
                 known |= {cls.__name__ for cls, _ in classes_of(layer)}
     for name in unknown:
         if name not in known:
-            variable = seam.WHITELIST if allowed is not None else seam.BLACKLIST
+            variable = settings.WHITELIST if allowed is not None else settings.BLACKLIST
             raise PolicyError(f"{variable}: unknown layer {name!r}.{suggest(name, known)}")
 
 
@@ -116,7 +117,7 @@ def take_over() -> None:
     except Exception as error:  # noqa: BLE001 - what is not contained is raised again
         seam.contain("every layer", error, is_start=True)
     for one in SEAMS:
-        reason = seam.why_not_listed(one.class_name, one.vllm_name)
+        reason = settings.why_not_listed(one.class_name, one.vllm_name)
         if reason is not None:
             skipped[one.class_name] = reason
             continue
@@ -159,7 +160,9 @@ def replace_classes() -> tuple[list[str], dict[str, str]]:
         for cls, why_not in classes:
             name = cls.__name__
             theirs = op_registry_oot.get(name, cls)
-            reason = why_not or seam.why_not_listed(name, layer.vllm_name) or why_not_on(theirs, cls, layer)
+            reason = (
+                why_not or settings.why_not_listed(name, layer.vllm_name) or why_not_on(theirs, cls, layer)
+            )
             if reason is not None:
                 skipped[name] = reason
                 continue

@@ -13,7 +13,6 @@ from vllm_fl.dispatch import NoImplementationError
 from vllm_fl.dispatch import PolicyError
 from vllm_fl.dispatch import trace
 from vllm_fl.dispatch.calling.torch_state import is_one_of_several_ranks
-from vllm_fl.dispatch.environment import names_variable
 from vllm_fl.dispatch.types import NATIVE
 from vllm_fl.integration import engine
 from vllm_fl.integration import ranks
@@ -21,9 +20,6 @@ from vllm_fl.integration.log import logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-WHITELIST = "VLLM_FL_OOT_WHITELIST"
-BLACKLIST = "VLLM_FL_OOT_BLACKLIST"
 
 
 @dataclass(frozen=True)
@@ -42,26 +38,6 @@ class Seam:
 
 
 # -- what is left to vLLM --------------------------------------------------------
-
-
-def lists() -> tuple[list[str] | None, list[str]]:
-    """Return the names of the only layers that are served, None for all, and of those that are not.
-
-    Raises:
-        PolicyError: both variables are set, or a name is empty or stands twice.
-    """
-    allowed, denied = names_variable(WHITELIST), names_variable(BLACKLIST)
-    if allowed is not None and denied is not None:
-        raise PolicyError(f"{BLACKLIST}: {WHITELIST} is set too; keep one of them.")
-    return allowed, denied or []
-
-
-def why_not_listed(*names: str) -> str | None:
-    """Say which list leaves to vLLM what has these names; None where neither does."""
-    allowed, denied = lists()
-    if allowed is not None and not set(names).intersection(allowed):
-        return f"{WHITELIST} does not name it"
-    return f"{BLACKLIST} names it" if set(names).intersection(denied) else None
 
 
 def why_left_to_vllm() -> str | None:

@@ -208,10 +208,12 @@ def _api_problem(plugin: Found, api: object) -> str | None:
     core = f"{CORE} {version_of(CORE) or '(not installed)'}"
     wheel = f"{plugin.origin.distribution} {plugin.origin.version}".rstrip()
     newer = api > PLUGIN_API_VERSION
-    mend = CORE if newer else plugin.origin.distribution
+    by_module = plugin.origin.distribution == PLUGIN_MODULES_ENV
+    upgrade = f"pip install --upgrade {CORE if newer else plugin.origin.distribution}"
+    mend = f"adapt the module {plugin.name}" if by_module and not newer else upgrade
     return (
         f"{wheel} was written for plugin API {api}, and {core} knows {OLDEST_PLUGIN_API_VERSION} to "
-        f"{PLUGIN_API_VERSION}; pip install --upgrade {mend}"
+        f"{PLUGIN_API_VERSION}; {mend}"
     )
 
 
