@@ -210,7 +210,7 @@ def test_metadata_whose_files_are_gone(place: Place) -> None:
     "more",
     [
         {"entries": "[vllm.general_plugins]\nfl_ops = vllm_fl.plugin:register\n"},
-        {"entries": "[vllm.platform_plugins]\nfl = vllm_fl:register\n"},
+        {"entries": "[vllm.platform_plugins]\nfl_chip = vllm_fl:register\n"},
         {"entries": "", "record": "vllm_fl/__init__.py,,\n", "missing": "vllm_fl"},
         {"entries": "", "top_level.txt": "vllm_fl\n"},
     ],
@@ -224,13 +224,13 @@ def test_another_distribution_with_our_package(place: Place, more: dict[str, str
     assert "pip uninstall -y vllm-plugin-fl" in found["mend"]
 
 
-def test_an_entry_point_twice(place: Place) -> None:
-    entries = "[vllm.general_plugins]\nfl = other.module:register\n"
-    place.wheel("other", entries=entries)
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "vllm.platform_plugins"])
+def test_an_entry_point_twice(place: Place, group: str) -> None:
+    place.wheel("other", entries=f"[{group}]\nfl = other.module:register\n")
     if not copies("vllm-fl-core"):
         pytest.skip("needs vllm-fl-core installed")
     found = place.one("installation")
-    assert found["what"].startswith("the entry point 'fl' of vllm.general_plugins stands 2 times: ")
+    assert found["what"].startswith(f"the entry point 'fl' of {group} stands 2 times: ")
 
 
 def test_a_package_that_hides_the_installed_one(place: Place, tmp_path: Path) -> None:
