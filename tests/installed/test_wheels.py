@@ -44,7 +44,7 @@ def test_a_wheel_holds_the_package_and_nothing_else(wheels: dict[str, Path]) -> 
         assert f"{package}/py.typed" in names
         assert any(path.endswith("LICENSE") for path in names)
     files = zipfile.ZipFile(wheels["vllm_fl_core"]).namelist()
-    assert {"vllm_fl/dispatch/known_wheels.json", "vllm_fl/dispatch/fatal_errors.json"} <= set(files)
+    assert {"vllm_fl/dispatch/known_wheels.json", "vllm_fl/dispatch/calling/fatal_errors.json"} <= set(files)
 
 
 def test_core_alone_says_what_to_install(core_alone: Environment) -> None:

@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 
 # <sample>
-@pytest.fixture(autouse=True, scope="session")
-def _enabled() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_FL_TEMPLATE_ENABLED", "1")
-        yield
+@pytest.fixture(autouse=True)
+def _enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_FL_TEMPLATE_ENABLED", "1")
 
 
 # </sample>

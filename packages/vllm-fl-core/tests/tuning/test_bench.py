@@ -6,13 +6,13 @@ import time
 
 import pytest
 import torch
-from planted import FAST
-from planted import OP
-from planted import SLOW
-from planted import TORCH
-from planted import VirtualClock
-from planted import manager
-from planted import right
+from planted_kernels import FAST
+from planted_kernels import OP
+from planted_kernels import SLOW
+from planted_kernels import TORCH
+from planted_kernels import VirtualClock
+from planted_kernels import manager
+from planted_kernels import right
 
 from vllm_fl.conformance.cases import SUITES
 from vllm_fl.dispatch import OPERATORS

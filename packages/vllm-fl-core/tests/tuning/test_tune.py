@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import yaml
-from planted import FAST
-from planted import OP
-from planted import SLOW
-from planted import TORCH
-from planted import VirtualClock
-from planted import manager
+from planted_kernels import FAST
+from planted_kernels import OP
+from planted_kernels import SLOW
+from planted_kernels import TORCH
+from planted_kernels import VirtualClock
+from planted_kernels import manager
 
 from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch import policy_from_config
