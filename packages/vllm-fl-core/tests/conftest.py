@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,11 @@ from vllm_fl.dispatch.policy import in_force
 if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Iterator
+
+
+# A shell that starts us in the background has us ignore Ctrl-C, and with us whatever a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
