@@ -106,21 +106,19 @@ except Exception as _error:
 return _rest({call})"""
 
 
-def _body(predicates: Sequence[Callable[..., Any]]) -> tuple[str, dict[str, Any]]:
-    """Return the lines of a guard, and what they call its predicates."""
-    if not predicates:
-        return _GUARD, {}
-    names = {f"_supports_{number}": predicate for number, predicate in enumerate(predicates)}
-    lines, depth = "", 1
-    for name in names:
-        lines += _indented(_ASKED.replace("{predicate}", name), depth)
-        depth += 1
-    lines += _indented("_tried = _first\nreturn _tried({call})", depth)
-    return _GUARD_WITH_PREDICATES.replace("{asked}", lines), names
+def _asking(count: int) -> str:
+    """Return the lines of a guard that asks so many predicates, one inside of the other."""
+    lines = [
+        "    " * depth + line
+        for depth in range(1, count + 1)
+        for line in _ASKED.format(predicate=f"_supports_{depth - 1}", call="{call}").splitlines()
+    ]
+    lines += ["    " * (count + 1) + line for line in ("_tried = _first", "return _tried({call})")]
+    return _GUARD_WITH_PREDICATES.replace("{asked}", "\n".join(lines))
 
 
-def _indented(text: str, depth: int) -> str:
-    return "".join("    " * depth + line for line in text.splitlines(keepends=True))
+#: By the number of predicates; made once, because a guard is made for every layer.
+_GUARDS = (_GUARD, _asking(1), _asking(2))
 
 
 class _Level:
@@ -344,7 +342,8 @@ def guarded(
             function = candidate.fn
             continue
         level = _Level(name, operator, candidate, rest, failures, strict=strict)
-        body, names = _body(candidate.predicates)
+        names = {f"_supports_{number}": ask for number, ask in enumerate(candidate.predicates)}
+        body = _GUARDS[len(names)]
         if names:
             names |= {"_agrees": level.agrees, "_rest": rest or _exhausted(name, candidates)}
         names["_recover"] = level.recover
