@@ -36,11 +36,6 @@ class _Implementation:
     def __init__(self, target: str | None, **options: Any) -> None:
         self.target = target
         self.options = options
-        #: The operator, where it is a class's attribute.
-        self.name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
 
     def __get__(self, instance: object, owner: type) -> Any:
         if instance is None or self.target is None:
