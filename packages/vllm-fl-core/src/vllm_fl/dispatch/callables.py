@@ -81,17 +81,20 @@ def callable_of(
     op_name = decision.op_name
     operator = snapshot.operators.get(op_name)
 
+    # Once, and not for each entry of a table, which only changes the order.
+    called = called_in_order(decision, snapshot, asked)
+    settled = {impl.impl_id for impl in called if impl is not None and is_settled(impl, operator, asked)}
+
     def made(its: Decision) -> Resolved:
-        candidates, settled = [], []
+        candidates = []
         for impl in called_in_order(its, snapshot, asked):
             if impl is not None:
-                settled.append(is_settled(impl, operator, asked))
-                candidate = _candidate(impl, operator, is_asked=settled[-1])
+                candidate = _candidate(impl, operator, is_asked=impl.impl_id in settled)
                 candidates.append(wrap(candidate) if wrap else candidate)
             elif native is not None:
                 candidates.append(replace(native, fn=trace.recorded(op_name, NATIVE, native.fn)))
         fn = guard.guarded(op_name, operator, candidates, failures, strict=strict)
-        return Resolved(fn, its, tuple(candidates), any(settled))
+        return Resolved(fn, its, tuple(candidates), bool(settled))
 
     default = made(decision)
     entries = entries_of(op_name, measured, snapshot, asked)
